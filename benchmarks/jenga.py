@@ -5,6 +5,8 @@ Chats of several turns with small models in the proportions of large ones:
     window   Gemma 3: five of six layers see a window
     state    Jamba: seven of eight layers are recurrent, and a state is as large as the KV of 1,000 tokens
     vision   Gemma 3 with images: each turn shows one of --images, and is sent with all images of its chat so far
+    cross    Llama 3.2 11B Vision: 32 layers attend to the text, eight to images of 6,404 patches. A chat has one turn,
+             with 42 tokens and an image of its own, as a request of MMMU-pro has (Jenga, 3.2)
     two      window beside a Llama, --chats with each, in three phases: most turns go to the one, to the other, to both
     draft    a Llama, alone and with its first layer as a draft (worker.draft_model)
 
@@ -43,6 +45,12 @@ baseline's tokens. encoded_images: embeddings computed; but for the baseline eac
 it (Jenga, section 5). gpu_blocks: of two models, how many blocks each has in the GPU tier at the end of each of the
 three phases; in one tier, memory moves to the second model in the second phase, without a restart.
 
+cross finds nothing, since no chat shares a prefix. Counted is what is cached at the end, of memory for everything:
+waste, of used_bytes those that are not needed_bytes, KV of the text in 32 layers and of the images in eight; and
+one_size_waste, the same of the one_size_bytes that PagedAttention with one page size takes, KV of text and images in 40
+layers: papers_one_size_waste in the paper. memory_ratio: one_size_bytes of used_bytes. These are counts, the same
+whatever else runs.
+
 The model with a draft is asked one request at a time, for answers of --answer-tokens, in memory for everything, so that
 only the draft makes a difference to passes, the forward passes of the model: fewer than alone, for the same tokens.
 accepted: proposed tokens that were right. It is a property of the models, whose weights are made for it; what a draft
@@ -76,8 +84,10 @@ TITLES = {
 """Of the plot's panels, by figure."""
 TWO_SHARES = 1.5
 """Of two models, in --share: the half of each has to hold a chat with it."""
-DRAFT_SHARE = 1.5
-"""Of the memory that all chats with the model and its draft take: nothing is evicted."""
+ENOUGH_SHARE = 1.5
+"""Of the memory that all chats take: nothing is evicted."""
+QUESTION_TOKENS = 42
+"""Of text, beside the image: 43 tokens are the mean of MMMU-pro (Jenga, 3.2)."""
 
 
 def plans_of(options: argparse.Namespace) -> dict[str, Plan]:
@@ -85,7 +95,8 @@ def plans_of(options: argparse.Namespace) -> dict[str, Plan]:
     plan = from_options(Plan, options)
     others = {
         "two": replace(plan, share=TWO_SHARES * plan.share),
-        "draft": replace(plan, share=DRAFT_SHARE, at_once=1, output_tokens=options.answer_tokens),
+        "draft": replace(plan, share=ENOUGH_SHARE, at_once=1, output_tokens=options.answer_tokens),
+        "cross": replace(plan, share=ENOUGH_SHARE, turns=1, user_tokens=QUESTION_TOKENS, images=plan.chats, rounds=1),
     }
     return {name: others.get(name, plan) for name in options.models}
 

@@ -72,17 +72,56 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "eoi_token_index": IMAGE_TOKEN + 2,
         },
     ),
+    # Llama 3.2 11B Vision: 32 layers attend to the text, eight to images of 6,404 patches: four tiles of 40 * 40 + 1.
+    "cross": (
+        "MllamaConfig",
+        {
+            "text_config": {
+                **_SIZES,
+                "model_type": "mllama_text_model",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 1,
+                "cross_attention_layers": list(range(3, 40, 5)),
+                "bos_token_id": 1,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "vision_config": {
+                "model_type": "mllama_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_global_layers": 1,
+                "attention_heads": 1,
+                "image_size": 80,
+                "patch_size": 2,
+                "max_num_tiles": 4,
+                "vision_output_dim": 64,
+                "intermediate_layers_indices": [0],
+                "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+            },
+            "image_token_index": IMAGE_TOKEN,
+        },
+    ),
 }
 _LATER_LAYERS = 0.1
 """By this is multiplied what each layer behind the first one adds, in a model with a draft."""
-_IMAGE_PROCESSOR = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 128, "width": 128}}
+_IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
+    "vision": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 128, "width": 128}},
+    "cross": {
+        "image_processor_type": "MllamaImageProcessor",
+        "size": {"height": 80, "width": 80},
+        "max_image_tiles": 4,
+    },
+}
 
 
 def save(name: str, directory: Path, seed: int = 0) -> Path:
     """Writes a model of MODELS with random weights; returns `directory`."""
     _make(name, seed).save_pretrained(directory)
-    if "vision_config" in MODELS[name][1]:
-        (directory / "preprocessor_config.json").write_text(json.dumps(_IMAGE_PROCESSOR))
+    if name in _IMAGE_PROCESSORS:
+        (directory / "preprocessor_config.json").write_text(json.dumps(_IMAGE_PROCESSORS[name]))
     return directory
 
 
@@ -118,4 +157,8 @@ def _make(name: str, seed: int) -> Any:
     images = "vision_config" in kwargs
     made = getattr(transformers, config)(**(kwargs if images else {**_SIZES, **kwargs}))
     kind: Any = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
-    return kind.from_config(made)
+    model = kind.from_config(made)
+    for key, parameter in model.named_parameters():
+        if key.endswith("gate"):
+            parameter.data.fill_(0.5)  # closed, they hide the images from the text
+    return model

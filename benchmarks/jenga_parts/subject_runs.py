@@ -6,12 +6,21 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.jenga_parts.chats import Plan
 from benchmarks.jenga_parts.chatting import Endpoint, Talked, gpu_tier, talk
-from benchmarks.jenga_parts.subjects import SUBJECTS, Saved, Subject, daemon_settings, gpu_bytes, save
+from benchmarks.jenga_parts.subjects import (
+    SUBJECTS,
+    CountedBytes,
+    Saved,
+    Subject,
+    count_bytes,
+    daemon_settings,
+    gpu_bytes,
+    save,
+)
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.workloads.latency_figures import digest
 
@@ -21,8 +30,10 @@ class Run:
     """What a run came to.
 
     model: the subject. gpu_bytes: of all daemons together. waste: see `benchmarks.jenga`; spare: mean share of the
-    tier that is spare; samples: of both. gpu_blocks: see `Talked`. used_bytes: of the GPU tier, at the end.
+    tier that is spare; samples: of both. gpu_blocks: see `Talked`. used_bytes, stranded_bytes: of the GPU tier, at the
+    end.
     integrity_violations: what the daemons find wrong in accounting for their memory. restarts: of workers.
+    needed_bytes, one_size_bytes: see `CountedBytes`; 0 where nothing is counted.
     passes: of the models. proposed_tokens, accepted_tokens: by a draft, and those of them that were right.
     """
 
@@ -43,6 +54,9 @@ class Run:
     encoded_images: int = 0
     gpu_blocks: tuple[tuple[int, ...], ...] = ()
     used_bytes: int = 0
+    stranded_bytes: int = 0
+    needed_bytes: int = 0
+    one_size_bytes: int = 0
     integrity_violations: int = 0
     restarts: int = 0
     passes: int = 0
@@ -67,8 +81,15 @@ def measure_subject(name: str, subject: Subject, plan: Plan, step: Callable[[], 
         for number in range(plan.rounds):
             for way in subject.ways:
                 talked = hold_chats(subject, way, saved, nbytes, plan, step)
-                runs.append(_run(name, subject.with_images, way, number, nbytes, plan, talked))
+                run = _run(name, subject.with_images, way, number, nbytes, plan, talked)
+                runs.append(_counted(run, count_bytes(saved.models[0], plan)) if subject.counted else run)
         return runs
+
+
+def _counted(run: Run, counted: CountedBytes) -> Run:
+    """The run with what it has cached at its end as its waste, whatever was sampled meanwhile."""
+    waste = round(1 - counted.needed / max(1, run.used_bytes + run.stranded_bytes), 4)
+    return replace(run, waste=waste, needed_bytes=counted.needed, one_size_bytes=counted.one_size)
 
 
 def hold_chats(
@@ -111,6 +132,7 @@ def _run(name: str, with_images: bool, way: str, number: int, nbytes: int, plan:
         encoded_images=sum(worker.images.encoded_images for worker in workers),
         gpu_blocks=tuple(map(tuple, talked.gpu_blocks)),
         used_bytes=sum(gpu_tier(stats).used_bytes for stats in daemons),
+        stranded_bytes=sum(gpu_tier(stats).stranded_bytes for stats in daemons),
         integrity_violations=len(talked.violations),
         restarts=sum(worker.restarts for worker in workers),
         passes=sum(worker.passes for worker in workers),

@@ -22,6 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """What each way sets; the first is what the others are compared with."""
 TWO_WAYS: dict[str, dict[str, Any]] = {BASELINE: WAYS[BASELINE], HALVES: {}, JENGA: WAYS[JENGA], PAGED: WAYS[PAGED]}
+CROSS_WAYS: dict[str, dict[str, Any]] = {JENGA: WAYS[JENGA], PAGED: WAYS[PAGED]}
 DRAFT_WAYS: dict[str, dict[str, Any]] = {ALONE: {}, DRAFT: {"worker.draft_tokens": DRAFT_TOKENS}}
 
 
@@ -33,12 +34,14 @@ class Subject:
         of the memory, and one daemon together in the other ways.
     ways: the settings of each way, the one that the others are compared with first.
     least_hit_ratio: what every other way must find, of what the first finds.
+    counted: the layers keep different tokens, and one page size is no run but a count (`count_bytes`).
     """
 
     models: tuple[str, ...]
     ways: Mapping[str, Mapping[str, Any]]
     least_hit_ratio: float = 1.0
     with_images: bool = False
+    counted: bool = False
 
     @property
     def first_way(self) -> str:
@@ -50,6 +53,7 @@ SUBJECTS = {
     "window": Subject(("window",), WAYS, LEAST_HIT_RATIO),
     "state": Subject(("state",), WAYS, LEAST_HIT_RATIO),
     "vision": Subject(("vision",), WAYS, with_images=True),
+    "cross": Subject(("cross",), CROSS_WAYS, least_hit_ratio=0.0, with_images=True, counted=True),
     "two": Subject(("window", "full"), TWO_WAYS),
     "draft": Subject(("full",), DRAFT_WAYS),
 }
@@ -96,7 +100,39 @@ def baseline_bytes(directory: Path, tokens: int, draft: Path | None = None) -> i
         )
     )
     frames = spec.block_frames + spec.state_frames
-    return -(-tokens // spec.block_tokens) * frames * spec.groups.frame_bytes
+    return (-(-tokens // spec.block_tokens) * frames + spec.image_frames) * spec.groups.frame_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CountedBytes:
+    """Bytes of what is cached of all chats at their end.
+
+    needed: the KV of the text in the layers that attend to it, and that of the images in the others.
+    one_size: KV of text and images in all layers, in pages of `BLOCK_TOKENS` tokens (PagedAttention; Jenga, 3.2).
+    """
+
+    needed: int
+    one_size: int
+
+
+def count_bytes(directory: Path, plan: Plan) -> CountedBytes:
+    """Of a model with cross-attention. Each chat has one turn, and shows an image of its own.
+
+    With T tokens of text, I of the image and E bytes a token and layer, Llama 3.2 Vision needs (32 T + 8 I) E bytes;
+    one page size for all layers takes 40 (T + I) E. Of the last token of an answer there is no KV.
+    """
+    from prefixd.worker.spec.model_spec import read_model_spec
+    from prefixd.worker_protocol.worker_settings import WorkerSettings
+
+    groups = read_model_spec(WorkerSettings(model=str(directory), block_tokens=BLOCK_TOKENS)).groups
+    (text,), cross = groups.attention, groups.cross
+    assert cross is not None, "a model with cross-attention"
+    text_tokens = (1 + plan.last_tokens - 1) // groups.block_tokens * groups.block_tokens  # the placeholder is one, too
+    pages = -(-(text_tokens + cross.patches) // BLOCK_TOKENS)
+    layer_bytes = text.geometry.token_bytes // len(text.layers)  # the same in the other layers
+    needed = text_tokens * text.geometry.token_bytes + cross.patches * cross.geometry.token_bytes
+    one_size = pages * BLOCK_TOKENS * layer_bytes * (len(text.layers) + len(cross.layers))
+    return CountedBytes(plan.chats * needed, plan.chats * one_size)
 
 
 def daemon_settings(subject: Subject, way: str, saved: Saved, nbytes: int, at_once: int) -> list[dict[str, Any]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import jenga
 from benchmarks.common import harness
+from benchmarks.engines import hybrid_models
 from benchmarks.jenga_parts.chats import Plan
-from benchmarks.jenga_parts.comparison import MOST_WASTE, summary, violations
+from benchmarks.jenga_parts.comparison import MOST_WASTE, PAPERS_ONE_SIZE_WASTE, summary, violations
 from benchmarks.jenga_parts.subject_runs import Run, measure
-from benchmarks.jenga_parts.subjects import ALONE, BASELINE, BLOCK_TOKENS, DRAFT, SUBJECTS, TWO_WAYS, WAYS
+from benchmarks.jenga_parts.subjects import ALONE, BASELINE, BLOCK_TOKENS, DRAFT, SUBJECTS, TWO_WAYS, WAYS, count_bytes
 
 GOOD: dict[str, Any] = {
     "waste": 0.05,
@@ -88,6 +90,16 @@ def test_a_draft_gives_the_same_tokens_in_fewer_passes_and_its_kv_lies_in_the_sa
     assert violations(summary(runs)) == []
 
 
+def test_one_page_size_for_llama_vision_wastes_what_the_paper_says(tmp_path: Path) -> None:
+    """(32 T + 8 I) E bytes are needed, of 40 (T + I) E (Jenga, 3.2)."""
+    plan = Plan(chats=3, turns=1, user_tokens=42, output_tokens=8, at_once=1, share=1.0)
+    counted = count_bytes(hybrid_models.save("cross", tmp_path), plan)
+    text, image, layer_bytes = 48, 6404, 2 * 16 * 4  # full blocks of 50 tokens, patches, a KV head of 16 numbers
+    assert counted.needed == 3 * layer_bytes * (32 * text + 8 * image)
+    assert counted.one_size == 3 * layer_bytes * 40 * 6464  # in whole pages
+    assert 1 - counted.needed / counted.one_size == pytest.approx(PAPERS_ONE_SIZE_WASTE, abs=0.001)
+
+
 def test_the_order_of_the_turns_is_the_same_each_time_and_gives_each_chat_its_own() -> None:
     plan = Plan(chats=5, turns=3, user_tokens=1, output_tokens=1, at_once=1, share=1.0)
     assert plan.phases(1) == plan.phases(1) and sorted(plan.phases(1)[0]) == sorted([*range(5)] * 3)
@@ -132,6 +144,21 @@ def test_the_first_of_two_models_is_busy_then_the_other_then_both() -> None:
 def test_what_does_not_hold_is_said(model: str, broken: dict[str, Any], words: str) -> None:
     baseline = {**GOOD, "waste": 0.6, "hit_ratio": 1.0}
     found = violations({"models": {model: {BASELINE: baseline, "virtual": {**GOOD, **broken}}}})
+    assert words in "; ".join(found) and len(found) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({}, ""),
+        ({"waste": 0.06}, "cross, virtual: 0.06 of the cached bytes are not needed, more than 0.05"),
+        ({"one_size_waste": 0.7}, "cross, virtual: one page size wastes 0.7, less than 0.75"),
+        ({"used_bytes": 99}, "cross, virtual: 99 bytes are cached, less than the 100 of all chats"),
+    ],
+)
+def test_what_counts_break_is_said(broken: dict[str, Any], words: str) -> None:
+    counts = {"used_bytes": 102, "needed_bytes": 100, "one_size_waste": 0.796}
+    found = violations({"models": {"cross": {"virtual": GOOD | counts | broken}}})
     assert words in "; ".join(found) and len(found) == bool(words)
 
 
@@ -217,6 +244,8 @@ def test_the_command_plans_every_subject(monkeypatch: pytest.MonkeyPatch, tmp_pa
                 gpu_blocks=((8, 2), (2, 8), (5, 5)),
                 passes=100 - 40 * number,
                 used_bytes=100 + number,
+                needed_bytes=100,
+                one_size_bytes=490,
                 proposed_tokens=20 * number,
                 accepted_tokens=15 * number,
             )
@@ -226,10 +255,11 @@ def test_the_command_plans_every_subject(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(jenga, "measure", runs)
     file, picture = tmp_path / "jenga.json", tmp_path / "jenga.png"
     jenga.main(["--json", str(file), "--plot", str(picture)])
-    assert list(plans) == ["window", "state", "vision", "two", "draft"]
+    assert list(plans) == ["window", "state", "vision", "cross", "two", "draft"]
     assert (plans["draft"].at_once, plans["draft"].output_tokens) == (1, 32)
     assert plans["two"].share == pytest.approx(1.5 * plans["window"].share)
     models = json.loads(file.read_text())["models"]
+    assert (models["cross"]["virtual"]["one_size_waste"], models["cross"]["paged"]["memory_ratio"]) == (0.7959, 4.85)
     assert models["two"]["virtual"]["gpu_blocks"] == [[8, 2], [2, 8], [5, 5]]
     assert models["draft"]["draft"] | {"passes": 60, "passes_ratio": 0.6, "accepted": 0.75} == models["draft"]["draft"]
     assert picture.stat().st_size > 0

@@ -259,10 +259,10 @@ def plan_groups(
     if paged_states and states is not None:
         block_tokens = max(block_tokens, -(-states.layer_bytes * asked[0].layers // asked[0].token_bytes))
     tokens = _fitting_tokens(asked, granule, block_tokens, READ_BLOCK if on_cuda and windowed else 1)
-    for alike in grouped:
-        if isinstance(alike.rule, ChunkedWindow) and alike.rule.tokens % tokens:
+    for rule in {_rule(layer, max_tokens) for layer in (*attention, *draft)}:
+        if isinstance(rule, ChunkedWindow) and rule.tokens % tokens:
             raise ModelError(
-                f"has {alike.rule}, no multiple of the {tokens} tokens of a block; set worker.block_tokens to a "
+                f"has {rule}, no multiple of the {tokens} tokens of a block; set worker.block_tokens to a "
                 "divisor, or to a smaller one"
             )
     shapes = [replace(geometry, block_tokens=tokens) for geometry in asked]

@@ -130,6 +130,7 @@ MODELS = {
         _alike("llama-3-70b", 80, 8, 128, 70.6e9, 64, 8192, _HUB.format("meta-llama/Meta-Llama-3-70B")),
         _alike("llama-3.1-70b", 80, 8, 128, 70.6e9, 64, 131072, _HUB.format("meta-llama/Llama-3.1-70B")),
         _alike("llama-3.2-1b", 16, 8, 64, 1.24e9, 32, 131072, _HUB.format("meta-llama/Llama-3.2-1B")),
+        _alike("qwen2.5-0.5b", 24, 2, 64, 4.94e8, 14, 32768, _HUB.format("Qwen/Qwen2.5-0.5B")),
         _alike("qwen2.5-7b", 28, 4, 128, 7.62e9, 28, 131072, _HUB.format("Qwen/Qwen2.5-7B")),
         _alike("qwen2.5-32b", 64, 8, 128, 32.5e9, 40, 131072, _HUB.format("Qwen/Qwen2.5-32B")),
         _alike("qwen3-8b", 36, 8, 128, 8.19e9, 32, 40960, _HUB.format("Qwen/Qwen3-8B")),

@@ -81,6 +81,10 @@ class WorkerSettings(Section):
     """Type of weights and KV; auto: the type in which the model was saved, float32 on a CPU."""
     block_tokens: Count = 16
     """Tokens of one cached block; more where a block must fill whole chunks of memory, see `prefixd stats`."""
+    block_padding: Literal["auto", "none", "any"] = "auto"
+    """What the KV of a token may be padded so that short blocks fill whole chunks of memory. auto: up
+    to 15%, and what blocks of 64 tokens need if that is not enough, up to 200%. none: blocks take the least memory, and
+    only prompts longer than a block are found again. any: blocks have block_tokens, whatever it costs."""
     layout: Literal["token", "layer"] = "token"
     """How KV lies in memory: all layers of a token together, or each layer apart."""
     kv: Literal["virtual", "paged"] = "virtual"

@@ -115,7 +115,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weights_bytes, working_bytes: estimated bytes of the weights on the device, and of the rest without the KV
         (`memory_estimate`).
     block_tokens: the size of a block, at least `block_tokens_asked` of the settings.
-    block_tokens_reason: why the two differ, one line; empty if they do not.
+    block_tokens_reason: why the two differ, and what the padding of tokens costs, one line; empty if neither is so.
+    token_bytes: keys and values of a token in all groups; token_memory: the memory that it takes, with padding.
     window_margin: blocks before the first token that the token this many before the next one sees are not read.
     images: None for a model of text alone.
     image_group: None without such layers. Their keys and values depend on the image alone, so they are in no block of a
@@ -138,6 +139,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     working_bytes: int = 0
     block_tokens_asked: int = 0
     block_tokens_reason: str = ""
+    token_bytes: int = 0
+    token_memory: int = 0
     window_margin: int = 0
     images: ImageShape | None = None
     image_group: ImageGroup | None = None

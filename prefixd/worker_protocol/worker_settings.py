@@ -19,7 +19,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: directory of a Hugging Face model (config.json and weights).
     dtype: of weights and KV; "auto" takes the one in config.json, on a CPU float32.
     device: "cpu", "cuda" or "cuda:N".
-    block_tokens: asked for; the worker rounds it up until a piece of a block is a whole number of chunks.
+    block_tokens: asked for; a piece of a block is a whole number of chunks, so a block may have more.
+    block_padding: what tokens may be padded for short blocks, see `prefixd_swap.block_size.choose_blocks`.
     layout: how a block's bytes lie, see `prefixd_swap.group_shape.KvGeometry`.
     chunk_bytes: unit of GPU-tier memory; 0 takes 2 MiB on CUDA, and on a CPU what fits the block.
     max_model_tokens: longest prompt plus output; 0 takes the model's.
@@ -44,6 +45,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     block_tokens: Positive = 16
+    block_padding: Literal["auto", "none", "any"] = "auto"
     layout: Literal["token", "layer"] = "token"
     chunk_bytes: NotNegative = 0
     max_model_tokens: NotNegative = 0

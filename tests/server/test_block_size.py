@@ -14,19 +14,33 @@ from tests.daemons import Remote
 pytestmark = pytest.mark.slow
 
 READY = admin_pb2.WorkerStats.STATE_READY
-TOKEN = "128 used: a token takes 512 bytes and blocks must fill whole chunks of 64 KiB (lcm 64 KiB)"
-LAYER = "256 used: a token takes 256 bytes in each of 2 layers and a block's pieces must fill whole chunks of 64 KiB"
+TOKEN = (
+    "16 tokens asked, 64 used: a token takes 512 bytes and blocks must fill whole chunks of 64 KiB (lcm 64 KiB); "
+    'tokens are padded to 1 KiB, 100% more memory; worker.block_padding = "none" has no padding and blocks of 128'
+)
+LAYER = (
+    "16 tokens asked, 256 used: a token takes 256 bytes in each of 2 layers and a block's pieces must fill whole "
+    "chunks of 64 KiB (lcm 64 KiB)"
+)
 
 
 @pytest.mark.parametrize(
-    ("layout", "block_tokens", "reason"),
-    [("token", 128, f"16 tokens asked, {TOKEN}"), ("layer", 256, f"16 tokens asked, {LAYER} (lcm 64 KiB)")],
+    ("layout", "padding", "block_tokens", "memory", "reason"),
+    [("token", "auto", 64, 1024, TOKEN), ("layer", "none", 256, 512, LAYER)],
 )
 def test_blocks_that_fill_chunks(
-    launch: Callable[..., Remote], with_model: dict[str, str | int], layout: str, block_tokens: int, reason: str
+    launch: Callable[..., Remote],
+    with_model: dict[str, str | int],
+    layout: str,
+    padding: str,
+    block_tokens: int,
+    memory: int,
+    reason: str,
 ) -> None:
-    remote = launch({**with_model, "gpu.chunk_bytes": "64KiB", "worker.kv": "virtual", "worker.layout": layout})
+    chosen = {"worker.layout": layout, "worker.block_padding": padding}
+    remote = launch({**with_model, "gpu.chunk_bytes": "64KiB", "worker.kv": "virtual", **chosen})
     worker = remote.until(lambda stats: stats.worker.state == READY).worker
+    assert (worker.token_bytes, worker.token_memory) == (512, memory)
     assert (worker.block_tokens, worker.block_tokens_asked) == (block_tokens, 16)
     assert worker.block_tokens_reason == reason
     assert (worker.kv, worker.layout, worker.cuda_graphs) == ("virtual", layout, False)

@@ -222,6 +222,8 @@ class Snapshot:
             block_tokens=hello.block_tokens if hello else 0,
             block_tokens_asked=hello.block_tokens_asked if hello else 0,
             block_tokens_reason=hello.block_tokens_reason if hello else "",
+            token_bytes=hello.token_bytes if hello else 0,
+            token_memory=hello.token_memory if hello else 0,
             shared_bytes=kv.shared_blocks * frame_bytes,
             mapped_blocks=kv.mapped_blocks,
             reused_blocks=kv.reused_blocks,

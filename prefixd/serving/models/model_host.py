@@ -92,6 +92,7 @@ class ModelHost:
                 dtype=worker.dtype,
                 device=device,
                 block_tokens=worker.block_tokens,
+                block_padding=worker.block_padding,
                 layout=worker.layout,
                 chunk_bytes=settings.gpu.chunk_bytes or 0,
                 max_step_tokens=worker.max_step_tokens,
@@ -239,7 +240,7 @@ class ModelHost:
             self.dispatcher.recorder.needs = KvNeeds(shape, pool.frame_bytes)
             self._hello = hello
             if why := hello.block_tokens_reason:
-                log.warning("blocks of %s are not of the size that worker.block_tokens asks for: %s", self.name, why)
+                log.warning("blocks of %s are not as worker.block_tokens asks: %s", self.name, why)
         return pool
 
     def _shape(self, hello: Hello) -> KvShape:

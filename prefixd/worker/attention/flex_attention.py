@@ -78,10 +78,10 @@ class FlexAttention:
 
 def check_reach(geometry: KvGeometry, tokens: int) -> None:
     """Raise ModelError when the kernel cannot reach the last of a sequence's `tokens` tokens."""
-    elements = geometry.token_bytes // geometry.element_bytes // geometry.pieces
+    elements = geometry.stride // geometry.element_bytes
     if tokens * elements > _MOST_ELEMENTS:
         raise ModelError(
-            f"FlexAttention reaches {_MOST_ELEMENTS // elements} tokens of {elements} numbers each, not {tokens}; set "
+            f"FlexAttention reaches {_MOST_ELEMENTS // elements} tokens, {elements} numbers apart, not {tokens}; set "
             "worker.max_model_tokens to no more than that"
             + (', or worker.layout to "layer"' if geometry.pieces < geometry.layers else "")
         )

@@ -142,16 +142,14 @@ class PagedKv:
         """``[pages, block_tokens, layers, 2, kv_heads, head_dim]``, whatever the layout; a page for every frame that
         one may begin at."""
         shape = self._geometry
-        heads = shape.kv_heads * shape.head_dim
-        if shape.layout == "token":
-            token, layer = shape.layers * 2 * heads, 2 * heads
-        else:
-            token, layer = 2 * heads, shape.block_tokens * 2 * heads
+        token, layer, *inner = shape.strides
+        if shape.layout == "layer":
+            layer = shape.block_tokens * token
         window = self.pages.window
         return window.tensor(
             (self.pages.count, shape.block_tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
             getattr(torch, shape.dtype),
-            (window.frame_bytes // shape.element_bytes, token, layer, heads, shape.head_dim, 1),
+            (window.frame_bytes // shape.element_bytes, token, layer, *inner),
         )
 
 

@@ -23,13 +23,13 @@ from prefixd.worker.recurrent import StateLayout
 from prefixd.worker.spec.probe import AttentionLayer
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import GroupShape, ImageGroup, Need, frames_each
-from prefixd_swap.block_size import explain_block_tokens
+from prefixd_swap.block_size import Padding, choose_blocks, explain_blocks
 from prefixd_swap.group_shape import KvGeometry, Layout
 
 CUDA_CHUNK_BYTES = 2 << 20
 READ_BLOCK = 128
 """A GPU's kernels read keys in blocks of at most this many tokens, so all of the block that a window begins in needs
-memory."""
+memory: `_kept`."""
 _MOST_ROUNDING = 1 / 16
 """The largest share of a state that rounding up to whole frames may waste, if frames can be small enough."""
 
@@ -38,6 +38,7 @@ _MOST_ROUNDING = 1 / 16
 class AttentionGroup:
     """Layers that keep something of every token.
 
+    rule: of the tokens that are kept: on a GPU somewhat more than the layers see (`_kept`).
     layers: their numbers in transformers' cache, ascending; the place of a layer in it is its place in the geometry.
     geometry: the shape of a block.
     frames: frames that a block takes.
@@ -60,7 +61,7 @@ class AttentionGroup:
 
     def needs(self, group: int) -> tuple[Need, ...]:
         """What its layers need, as the daemon is told; `group` is its place among all groups."""
-        layer_bytes = self.geometry.block_bytes // len(self.layers)
+        layer_bytes = self.geometry.kv_bytes // len(self.layers)
         return tuple(Need(group, rule, count * layer_bytes) for rule, count in Counter(self.rules).items())
 
 
@@ -190,21 +191,15 @@ class KvGroups:
         )
 
     def explain_block_tokens(self, asked: int) -> str:
-        """Why a block has another number of tokens than the settings ask for; empty if it has not."""
-        if asked == self.block_tokens:
+        """Why a block has another number of tokens than the settings ask for, or padding; empty if it has neither."""
+        if not self.attention:
             return ""
-        if self.state is not None and self.state.rule.checkpoint_tokens:
+        if asked != self.block_tokens and self.state is not None and self.state.rule.checkpoint_tokens:
             return (
                 f'{asked} tokens asked, {self.block_tokens} used: with worker.groups = "one" a page holds the block of '
                 f"an attention layer or the state of a recurrent one, of up to {self.state.layout.layer_bytes} bytes"
             )
-        if len(self.attention) == 1:
-            return explain_block_tokens(asked, self.attention[0].geometry, self.chunk_bytes)
-        sizes = ", ".join(f"{group.geometry.token_bytes} ({group.name})" for group in self.attention)
-        return (
-            f"{asked} tokens asked, {self.block_tokens} used: a token takes bytes {sizes} and the blocks of each must "
-            f"fill whole chunks of {self.chunk_bytes} bytes"
-        )
+        return explain_blocks(asked, [(group.name, group.geometry) for group in self.attention], self.chunk_bytes)
 
 
 def plan_groups(
@@ -217,16 +212,18 @@ def plan_groups(
     max_tokens: int,
     chunk_bytes: int | None,
     on_cuda: bool,
+    padding: Padding = "auto",
     by_rule: bool = True,
     draft: Sequence[AttentionLayer] = (),
     whole_pages: bool = False,
 ) -> KvGroups:
-    """The groups of a model, with the smallest block of at least `block_tokens` tokens that fills whole chunks in each.
+    """The groups of a model, with blocks of at least `block_tokens` tokens that fill whole chunks in each.
 
     attention: its attention layers. states: its recurrent ones', None without.
     max_tokens: a window that reaches so far is none, nor are chunks of so many tokens.
     chunk_bytes: None for what suits the device: 2 MiB on CUDA; on a CPU, where any number of pages will do, the largest
         that needs no rounding.
+    padding: see `choose_blocks`.
     by_rule: False is the baseline: one page size and one rule for all layers (Jenga, sections 3.2 and 4.4, "MAX page").
         A layer with a window keeps everything. A page holds a block of an attention layer or the state of a recurrent
         one; the blocks are enlarged until the largest state fits, and a state is kept after each of them. Recurrent
@@ -254,18 +251,19 @@ def plan_groups(
     ]
     automatic = _page_bytes(asked) if alone else mmap.PAGESIZE
     granule = chunk_bytes or (CUDA_CHUNK_BYTES if on_cuda else automatic)
-    windowed = any(isinstance(alike.rule, SlidingWindow) for alike in grouped)
     paged_states = not by_rule and states is not None and len(asked) == 1
     if paged_states and states is not None:
         block_tokens = max(block_tokens, -(-states.layer_bytes * asked[0].layers // asked[0].token_bytes))
-    tokens = _fitting_tokens(asked, granule, block_tokens, READ_BLOCK if on_cuda and windowed else 1)
+        asked = [replace(geometry, block_tokens=block_tokens) for geometry in asked]
+        padding = "none"
+    shapes = choose_blocks(asked, granule, padding) if asked else []
+    tokens = shapes[0].block_tokens if shapes else block_tokens
     for rule in {_rule(layer, max_tokens) for layer in (*attention, *draft)}:
         if isinstance(rule, ChunkedWindow) and rule.tokens % tokens:
             raise ModelError(
                 f"has {rule}, no multiple of the {tokens} tokens of a block; set worker.block_tokens to a "
                 "divisor, or to a smaller one"
             )
-    shapes = [replace(geometry, block_tokens=tokens) for geometry in asked]
     frame_bytes = _frame_bytes([shape.block_bytes for shape in shapes], None if paged_states else states, granule)
     if not (chunk_bytes or on_cuda or alone):
         granule = math.gcd(frame_bytes, CUDA_CHUNK_BYTES)
@@ -274,10 +272,11 @@ def plan_groups(
         twice = [other[:2] for other in grouped].count(alike[:2]) > 1
         name = alike.model + _name(alike.rule, plain, twice, layers[0].layer)
         numbers = tuple(layer.layer for layer in _keep(layers))
-        rules = tuple(_rule(layer, max_tokens) for layer in _keep(layers))
+        seen = [alike.rule, *(_rule(layer, max_tokens) for layer in _keep(layers))]
+        rule, *rules = (_kept(each, tokens) for each in seen) if on_cuda else seen
         readers = tuple((layer.layer, layer.reads) for layer in layers if layer.reads is not None)
         frames = shape.block_bytes // frame_bytes
-        groups.append(AttentionGroup(name, alike.rule, numbers, shape, frames, rules, readers))
+        groups.append(AttentionGroup(name, rule, numbers, shape, frames, tuple(rules), readers))
     state = None
     if states is not None:
         pages = -(-len(states.shapes) // asked[0].layers) if paged_states else -(-states.nbytes // frame_bytes)
@@ -320,22 +319,25 @@ def _keep(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     return [layer for layer in layers if layer.reads is None]
 
 
+def _kept(rule: Window | None, block_tokens: int) -> Window | None:
+    """The rule of what a GPU keeps for a window: its kernels read from a multiple of `READ_BLOCK` tokens on.
+
+    Blocks that divide `READ_BLOCK` may end between that multiple and the window. Example, window and blocks of 64:
+
+    ```
+    0        64       128      192  200
+    | gone   | gone   | read   | seen by the token at 200: 137 to 200; 128 tokens are kept
+    ```
+    """
+    if not isinstance(rule, SlidingWindow):
+        return rule
+    return SlidingWindow(rule.tokens + READ_BLOCK - math.gcd(READ_BLOCK, block_tokens))
+
+
 def _page_bytes(asked: Sequence[KvGeometry]) -> int:
     """The largest unit on a CPU, up to 2 MiB, of which every piece of a block is a multiple; else a page."""
     fitting = math.gcd(*(geometry.piece_bytes for geometry in asked), CUDA_CHUNK_BYTES)
     return fitting if asked and fitting % mmap.PAGESIZE == 0 else mmap.PAGESIZE
-
-
-def _fitting_tokens(asked: Sequence[KvGeometry], granule: int, block_tokens: int, multiple: int) -> int:
-    """The fewest tokens, from `block_tokens` up, of which every group's pieces are whole granules: so many times
-    `multiple`."""
-    step = math.lcm(multiple, *(_step(geometry, granule) for geometry in asked))
-    return -(-block_tokens // step) * step
-
-
-def _step(geometry: KvGeometry, granule: int) -> int:
-    per_token = geometry.token_bytes // geometry.pieces
-    return math.lcm(per_token, granule) // per_token
 
 
 def _frame_bytes(blocks: Sequence[int], states: StateLayout | None, granule: int) -> int:

@@ -117,9 +117,9 @@ class ModelSpec:
     def window_margin(self) -> int:
         """Blocks before the first token that the token this many before the next one sees are not read.
 
-        A window's first block is read as a whole, so only reads before that block count. On a GPU there are none:
-        blocks are multiples of the blocks of keys that kernels read (`READ_BLOCK`). On a CPU a window is rounded up to
-        whole tiles (`first_key`), and blocks are multiples of tiles:
+        A window's first block is read as a whole, so only reads before that block count. On a GPU there are none: the
+        rules keep what its kernels read (`READ_BLOCK`). On a CPU a window is rounded up to whole tiles (`first_key`),
+        and blocks are multiples of tiles:
 
         ```
         tiles and blocks of 8, a window of 11 tokens, the next query is token 29
@@ -177,6 +177,8 @@ class ModelSpec:
             working_bytes=working,
             block_tokens_asked=self.block_tokens_asked,
             block_tokens_reason=self.groups.explain_block_tokens(self.block_tokens_asked),
+            token_bytes=sum(group.geometry.token_bytes for group in self.groups.attention),
+            token_memory=sum(group.geometry.token_memory for group in self.groups.attention),
             window_margin=self.window_margin,
             images=self.images,
             image_group=None if self.groups.cross is None else self.groups.cross.shape,
@@ -298,6 +300,7 @@ def _plan(
         max_tokens=max_tokens,
         chunk_bytes=settings.chunk_bytes or None,
         on_cuda=device.type == "cuda",
+        padding=settings.block_padding,
         by_rule=settings.groups == "by_rule",
         draft=draft,
         whole_pages=settings.kv == "paged",

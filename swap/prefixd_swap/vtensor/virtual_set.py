@@ -103,7 +103,7 @@ class VirtualSet:
 
     `kv` is ``[requests, tokens, layers, 2, kv_heads, head_dim]`` in either layout. Row `i` has a request's keys and
     values, and ``kv.flatten(0, 1)`` is an attention kernel's input for the whole batch, with sequence `i` at
-    ``i * tokens``. Only mapped addresses may be touched.
+    ``i * tokens``; the stride of tokens is the geometry's, with its padding. Only mapped addresses may be touched.
 
     If a block takes several frames (`frames_per_block`), they follow each other, and each frame has the place of a
     block in the row: "block" here then means one of its frames.
@@ -308,13 +308,11 @@ class VirtualSet:
         import torch
 
         shape = self.geometry
-        heads = shape.kv_heads * shape.head_dim
-        if shape.layout == "token":
-            token, layer = shape.layers * 2 * heads, 2 * heads
-        else:
-            token, layer = 2 * heads, self._region_bytes // shape.element_bytes
+        token, layer, *inner = shape.strides
+        if shape.layout == "layer":
+            layer = self._region_bytes // shape.element_bytes
         return self._range.tensor(
             (requests, self.tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
             getattr(torch, shape.dtype),
-            (self.tokens * token, token, layer, heads, shape.head_dim, 1),
+            (self.tokens * token, token, layer, *inner),
         )

@@ -14,7 +14,7 @@ from prefixd.worker_protocol.worker_settings import WorkerSettings
 from tests.serving.dispatch.model_bench import open_model_bench
 from tests.worker.tiny_models import build_grouped, tiny_config
 
-NEW = 8
+NEW = 5
 QWEN = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,

@@ -164,11 +164,13 @@ def test_flex_attention_reaches_each_row_within_32_bits_of_the_first_of_a_call()
 def test_flex_attention_refuses_sequences_that_it_does_not_reach():
     wide = KvGeometry(32, 8, 128, "float32", 16)
     check_reach(wide, 32 << 10)
-    with pytest.raises(ModelError, match=r"reaches 32768 tokens of 65536 numbers.*max_model_tokens.*layout"):
+    with pytest.raises(ModelError, match=r"reaches 32768 tokens, 65536 numbers apart.*max_model_tokens.*layout"):
         check_reach(wide, (32 << 10) + 16)
+    with pytest.raises(ModelError, match="reaches 16384 tokens, 131072 numbers apart"):
+        check_reach(dataclasses.replace(wide, token_stride=512 << 10), 32 << 10)
     by_layer = KvGeometry(32, 8, 128, "float32", 16, "layer")
     check_reach(by_layer, 1 << 20)
-    with pytest.raises(ModelError, match=r"reaches 1048576 tokens of 2048 numbers") as refused:
+    with pytest.raises(ModelError, match=r"reaches 1048576 tokens, 2048 numbers apart") as refused:
         check_reach(by_layer, 1 << 21)
     assert "layout" not in str(refused.value)
 

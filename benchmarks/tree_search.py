@@ -9,9 +9,9 @@ LSPDojo's tree search ("Long-Term Memory", section VI) with a real language serv
 Small programs are to be written. A node of the search is a program as far as it is right; its --candidates completions
 are given as forced tokens, right or with planned mistakes (undefined names, attributes that a module does not have,
 broken syntax), so that no trained model is needed. The language server checks each: a program without an error is
-repaired; else it is cut off at the first error, the wrong line and the error become a remark, and the search goes on
-from there, --width nodes of each program a level. All requests of a level are sent at once, to the small model that
-comes with prefixd, in a daemon of its own for each way of serving.
+repaired; else it is cut off at each of its errors, the wrong line and the error become a remark, and the search goes on
+from all of these, --width nodes of each program a level. All requests of a level are sent at once, to the small model
+that comes with prefixd, in a daemon of its own for each way of serving.
 
 hit_rate is the share of prompt tokens from the cache; possible_tokens are those that a cache without a limit would
 have had. output_digest covers what the model says: the tokens that it found likeliest. Exit status 2 unless with all

@@ -8,8 +8,8 @@ module does not have, or broken syntax. Of the completions that start at one sit
     2: right at this site and the next, wrong at the two behind it
     3 and more: right at this site, wrong at some of those behind it, by the seed
 
-Behind the last site everything is right. A syntax error hides the mistakes before it: what starts behind it can then
-not become right any more.
+Behind the last site everything is right. A syntax error hides the mistakes before it, which the server finds once it is
+gone.
 """
 
 from __future__ import annotations

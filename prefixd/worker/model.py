@@ -37,7 +37,7 @@ from prefixd.worker.recurrent import RecurrentLayers, StateSegment, check_resume
 from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.spec.model_spec import ModelSpec, auto_class
 from prefixd.worker.spec.probe import AttentionLayer
-from prefixd.worker.to_device import to_device
+from prefixd.worker.to_device import UnreadTokens, to_device
 from prefixd.worker_protocol.errors import ModelError
 
 # On a CPU a row of a linear layer has the same bits in every batch of at least eight rows; sixteen fills
@@ -82,16 +82,21 @@ class CausalModel:
         self._positions = "position_ids" in arguments
 
     @torch.inference_mode()
-    def forward(self, tokens: Sequence[int], step: StepKv, wanted: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, tokens: Sequence[int], step: StepKv, wanted: Sequence[int], unread: UnreadTokens | None = None
+    ) -> torch.Tensor:
         """Compute a pass's tokens, writing their KV, and return the logits of some of them.
 
         tokens: the ids of all segments' tokens, one segment after the other.
         wanted: rows of that batch. Returns [len(wanted), vocab_size]; on CUDA the work may still be queued.
+        unread: those of the tokens that the host has not read.
         """
         rows = _padded(len(tokens))
         positions = [position for segment in step.segments for position in range(segment.start, segment.stop)]
         padding = [0] * (rows - len(tokens))
         ids = to_device([[*tokens, *padding], [*positions, *padding]], torch.int64, self.spec.device)
+        if unread is not None:
+            unread.put(ids[0])
         places = self._places(ids[1:2], step.segments)
         embeddings = self._embeddings(ids[0:1], step.segments)
         with self._recurring(step.segments):

@@ -135,7 +135,8 @@ class Runs:
         child = run if isinstance(run, Run) else run.prompt
         source = parent if isinstance(parent, Run) else parent.prompt
         first = child.computed
-        last = min(source.kept_tokens, len(child.tokens) - 1, child.memory.blocks * self._model.spec.block_tokens)
+        known = min(source.kept_tokens, len(source.tokens))
+        last = min(known, len(child.tokens) - 1, child.memory.blocks * self._model.spec.block_tokens)
         common = first
         while common < last and child.tokens[common] == source.tokens[common]:
             common += 1

@@ -21,7 +21,7 @@ from prefixd_swap.errors import SwapError
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """The next `count` tokens of a member of a run, and the draft's proposals behind them.
+    """`count` tokens of a member of a run from its token `start` on, and the draft's proposals behind them.
 
     followed: whether a token follows the last of them. ahead: how many tokens the draft may propose.
     kept: the states that the pass keeps of it; None without recurrent layers.
@@ -29,6 +29,7 @@ class StepPart:
 
     run: Run | BeamRun
     member: Run | Beam
+    start: int
     count: int
     followed: bool
     ahead: int = 0
@@ -36,10 +37,16 @@ class StepPart:
     proposed: Sequence[int] = ()
 
     @property
+    def unread(self) -> bool:
+        """Whether its token is on the device alone: what the last pass has sampled for the run."""
+        return self.start + self.count > len(self.member.tokens)
+
+    @property
     def tokens(self) -> list[int]:
-        """The tokens that the pass computes."""
-        first = self.member.computed
-        return [*self.member.tokens[first : first + self.count], *self.proposed]
+        """The tokens that the pass computes; 0 in place of an unread one."""
+        if self.unread:
+            return [0]
+        return [*self.member.tokens[self.start : self.start + self.count], *self.proposed]
 
     @property
     def rows(self) -> int:
@@ -92,7 +99,8 @@ class StepPlanner:
             stop = member.computed + count
             state = run.state if isinstance(run, Run) else None
             kept = None if state is None else state.keeps(member.computed, stop, self._block_tokens)
-            parts.append(StepPart(run, member, count, stop == len(member.tokens), ahead, kept))
+            followed = stop == len(member.tokens) + member.unread
+            parts.append(StepPart(run, member, member.computed, count, followed, ahead, kept))
         return parts
 
     def _with_embeddings(
@@ -123,7 +131,7 @@ class StepPlanner:
         """Of the next `count` tokens of a prompt those that end a cell, or the prompt: see `recurrent.pieces`."""
         stop = member.computed + count
         if stop == len(member.tokens):
-            return count
+            return count  # an unread token is a member's only one, and it decodes
         return max(0, stop // self._model.cell_tokens * self._model.cell_tokens - member.computed)
 
     def _ready(self) -> list[tuple[Run | BeamRun, Run | Beam]]:
@@ -140,7 +148,8 @@ class StepPlanner:
                     self._kv.wait(member.memory, member.computed + member.pending)
                 usable += [(run, member) for member in run.members if member.pending > 0]
             except SwapError as error:
-                self._runs.close(run, failure(run.id, [], error))
+                if not any(member.unread for member in run.members):  # else it may have ended before
+                    self._runs.close(run, failure(run.id, [], error))
         return usable
 
 

@@ -1,8 +1,9 @@
-"""Small tensors for a device, without waiting for it."""
+"""Small tensors to a device and back, without waiting for it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,3 +14,39 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     It copies from pinned memory: otherwise the host would wait for all work that is queued on the stream.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a small tensor in host memory, which the device makes when it has computed the tensor."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copy = source
+        if source.is_cuda:
+            self._copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._copy.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(source.device))
+
+    def read(self) -> list[Any]:
+        """The numbers. Waits for this copy, not for what is queued behind it."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[Any] = self._copy.tolist()
+        return numbers
+
+
+class UnreadTokens(NamedTuple):
+    """Tokens of a pass that an earlier pass samples, and that the host has not read.
+
+    ids: [n] int64 on the device. The token of row rows[i] of the pass is ids[sources[i]].
+    """
+
+    ids: torch.Tensor
+    rows: Sequence[int]
+    sources: Sequence[int]
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Write them among the pass's tokens, queued on the device behind the pass that samples them."""
+        rows, sources = to_device([self.rows, self.sources], torch.int64, tokens.device)
+        tokens.index_copy_(0, rows, self.ids.index_select(0, sources))

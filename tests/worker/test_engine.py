@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.worker.memory.kv_memory import Segment
-from prefixd.worker_protocol.protocol import Cancel, Extend, Start
+from prefixd.worker_protocol.protocol import Cancel, Done, Extend, Start, Step
 from prefixd_swap.errors import OutOfMemoryError
 
 EOS = 95
@@ -366,8 +366,10 @@ def test_passes_without_a_sampled_token_are_reported_with_the_next_that_has_one(
     rig.run()
     other = rig.start(prompt, max_tokens=2)
     rig.step()
-    rig.take(rig.engine.cancel(Cancel(other)))
-    assert waits == [2], "an end is told after what was filled before it"
+    messages = rig.engine.cancel(Cancel(other))
+    assert [type(message) for message in messages] == [Step, Done], "an end is told after what was filled before it"
+    assert not waits, "the device is done with its frames, and so with the pass"
+    rig.take(messages)
     assert rig.filled[other] == 1 and rig.done[other].reason == "cancelled"
     assert rig.done[request].reason == "length"
 
@@ -376,7 +378,7 @@ def test_flush_reports_what_passes_did_only_when_the_device_has_done_it(make_rig
     rig = make_rig(max_step_tokens=20, chunk_bytes=4096)
     waits: list[int] = []
     monkeypatch.setattr(type(rig.model), "asynchronous", True)
-    monkeypatch.setattr(rig.model, "synchronize", lambda: waits.append(len(rig.engine._unreported)))
+    monkeypatch.setattr(rig.model, "synchronize", lambda: waits.append(len(rig.engine._passes)))
     request = rig.start(prompt)
     rig.step()
     rig.step()

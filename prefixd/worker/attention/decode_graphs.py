@@ -32,6 +32,7 @@ from prefixd.worker.attention.captured import (
     Replay,
 )
 from prefixd.worker.memory.kv_memory import Segment
+from prefixd.worker.to_device import UnreadTokens
 
 _FEWEST_KEYS = 1024
 _BY_EIGHT = 64
@@ -98,14 +99,21 @@ class DecodeGraphs:
         """Whether there is a graph for `sequences` sequences, or can be."""
         return self._passes.usable and sequences < len(self._size_of)
 
-    def run(self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    def run(
+        self,
+        tokens: Sequence[int],
+        rows: Sequence[int],
+        positions: Sequence[int],
+        unread: UnreadTokens | None = None,
+    ) -> torch.Tensor:
         """The logits of a token of each sequence, ``[len(tokens), vocab_size]``, valid until the next run.
 
         rows[i] is the sequence's row of `kv`, which has memory for the token at positions[i].
+        unread: those of the tokens that the host has not read.
         """
         size = self._sizes[self._size_of[len(tokens)]]
         most_keys = min(max(_FEWEST_KEYS, 1 << max(positions).bit_length()), self._kv.shape[1])
-        return self._run(size, most_keys, tokens, rows, positions)[: len(tokens)]
+        return self._run(size, most_keys, tokens, rows, positions, unread)[: len(tokens)]
 
     def capture_now(self, vocab_size: int, most_tokens: int) -> Iterator[int]:
         """Captures a graph at each step of the iteration, and yields how many there will be.
@@ -130,7 +138,13 @@ class DecodeGraphs:
                 yield len(keys) * len(sizes)
 
     def _run(
-        self, size: int, most_keys: int, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int]
+        self,
+        size: int,
+        most_keys: int,
+        tokens: Sequence[int],
+        rows: Sequence[int],
+        positions: Sequence[int],
+        unread: UnreadTokens | None = None,
     ) -> torch.Tensor:
         count = len(tokens)
         numbers = np.empty((3, size), np.int64)
@@ -140,6 +154,10 @@ class DecodeGraphs:
         unused = np.zeros(size, np.int64)
         by_token = np.stack((numbers[0], numbers[1], starts + numbers[1], unused))
         self._inputs.send(by_token, unused[:0], np.stack((unused, starts, numbers[1] + 1)))
+        if unread is not None:
+            unread.put(self._inputs.tokens)
+            filled = self._inputs.tokens[count:size]
+            filled.copy_(self._inputs.tokens[count - 1 : count].expand(len(filled)))
         return self._passes.run((size, most_keys), lambda: DecodeStep(self._kv, self._inputs, size, most_keys), size)
 
 

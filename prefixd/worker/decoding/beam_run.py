@@ -23,6 +23,7 @@ class Beam:
     """A sequence that grows by one token a step."""
 
     decoding = True
+    unread = 0
 
     def __init__(
         self, tokens: list[int], memory: KvSequence, blocks: list[BlockFrames], images: PromptImages | None

@@ -47,8 +47,11 @@ class Limits(Protocol):
 class Run:
     """A request's state.
 
-    tokens: prompt and generated tokens.  computed: how many of them, from the first, have their KV in memory.
-    The last token sampled is computed only when the next one is wanted, so always `computed < len(tokens)`.
+    tokens: prompt and generated tokens, as far as the host has read them.
+    unread: how many tokens follow them that the device has sampled, or will, and the host has not read.
+    computed: how many tokens, from the first, have their KV in memory, or will have it: that is queued on the device.
+    The last token sampled is computed only when the next one is wanted, so always `computed < len(tokens) + unread`.
+    failed: its logits were not finite, so no token follows.
     images: None for a prompt without images.
     draft_behind: number of the last computed tokens that have no KV of the draft yet; 0 without a draft.
     """
@@ -66,6 +69,8 @@ class Run:
         self._guessing = replace(start.sampling, logprobs=None)
         self.tokens: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
         self.generated = start.generated
+        self.unread = 0
+        self.failed = False
         self._forced: list[int] = start.sampling.forced_ids.tolist()
         self._counts: TokenCounts | None = None
         if start.sampling.penalised:
@@ -77,7 +82,6 @@ class Run:
         self.images = images
         self.reported_blocks = start.cached_blocks
         self._arrived: tuple[int, int] | None = None  # the first and the end of tokens that need not be computed
-        self.kept: list[int] = []  # numbers of blocks before the kept states that are not reported yet
         self._block_tokens = block_tokens
         self._max_tokens = limits.max_model_tokens
         stop = set(start.sampling.stop_token_ids)
@@ -95,8 +99,12 @@ class Run:
 
     @property
     def pending(self) -> int:
-        """Number of known tokens that can be computed now, as far as its frames reach."""
-        reach = min(len(self.tokens), self.memory_tokens if self._arrived is None else self._arrived[0])
+        """Number of tokens that can be computed now, as far as its frames reach; none if an unread token is known to
+        be the last one."""
+        if self.unread and self.room <= self.unread:
+            return 0
+        known = len(self.tokens) + self.unread
+        reach = min(known, self.memory_tokens if self._arrived is None else self._arrived[0])
         return (reach if self.images is None else self.images.last_cut(reach)) - self.computed
 
     @property
@@ -116,7 +124,7 @@ class Run:
 
     @property
     def room(self) -> int:
-        """Tokens that may follow, if none of them ends the request."""
+        """Tokens that may follow the known ones, unread ones included, if none of them ends the request."""
         return min(self.sampling.max_tokens - self.generated, self._max_tokens - len(self.tokens))
 
     @property
@@ -127,7 +135,7 @@ class Run:
     @property
     def decoding(self) -> bool:
         """One token is left, and the next one follows from it."""
-        return len(self.tokens) - self.computed == 1
+        return len(self.tokens) + self.unread - self.computed == 1
 
     @property
     def filled_blocks(self) -> int:
@@ -136,7 +144,7 @@ class Run:
 
     @property
     def ended(self) -> Literal["stop", "length"] | None:
-        """Why no token may follow the last one; None if one may."""
+        """Why no token may follow the last known one; None if one may."""
         if self.generated and self.tokens[-1] in self.stop:
             return "stop"
         if self.room <= 0:
@@ -146,7 +154,7 @@ class Run:
     def choice(self, assumed: Sequence[int] = ()) -> Choice:
         """How the next token is chosen, or the one behind `assumed` tokens that may come."""
         counts = self._counts.after(assumed) if self._counts is not None and assumed else self._counts
-        k = self.generated + len(assumed)
+        k = self.generated + self.unread + len(assumed)
         return Choice(self.sampling, k, counts, self._forced[k] if k < len(self._forced) else None)
 
     def guess(self, assumed: Sequence[int]) -> Choice:
@@ -182,11 +190,27 @@ class Run:
         return self.memory.state if isinstance(self.memory, GroupedSequence) else None
 
     def append(self, token: int) -> None:
-        """Add a generated token."""
+        """Add a generated token; its penalties count it by `count`, or when it is sampled (`queue_choices`)."""
         self.tokens.append(token)
         self.generated += 1
+
+    def count(self, token: int) -> None:
+        """Have a generated token count for the penalties of those that follow."""
         if self._counts is not None:
             self._counts.add(token)
+
+    @property
+    def over(self) -> bool:
+        """Whether no token follows the known ones: passes that compute further ones are in vain."""
+        return self.failed or self.ended is not None
+
+    @property
+    def must_be_read(self) -> bool:
+        """Whether its unread token must be known before it is computed: the state behind a full block would be kept,
+        though the request may have ended before."""
+        if not self.unread or self.state is None:
+            return False
+        return self.state.keeps_tail and (self.computed + 1) % self._block_tokens == 0
 
 
 def check_start(start: Start, block_tokens: int, limits: Limits) -> None:

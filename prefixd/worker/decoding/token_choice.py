@@ -1,8 +1,8 @@
 """Chooses the next tokens of a step's rows from their logits.
 
-All rows are computed together, and the results are copied to the host once: on a GPU, only at this copy does the host
-wait for the device in a step. Each row's result is the same in every batch: no operation here sums over rows, and none
-has an order of summation that depends on their number.
+All rows are computed together, and the results are copied to the host once, without waiting: on a GPU, only in
+`QueuedChoices.read` does the host wait for the device in a step. Each row's result is the same in every batch: no
+operation here sums over rows, and none has an order of summation that depends on their number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from prefixd.base.sampling import MOST_LOGPROBS, Sampling
-from prefixd.worker.to_device import to_device
+from prefixd.worker.to_device import HostCopy, to_device
 from prefixd.worker_protocol.protocol import TokenLogprobs
 
 
@@ -52,6 +52,10 @@ class TokenCounts:
         """Count a token that was generated. Queued on the device; waits for nothing."""
         self.output[token] += 1
 
+    def add_queued(self, token: torch.Tensor) -> None:
+        """`add` of a token, [1], that the host does not know yet."""
+        self.output.index_add_(0, token, torch.ones_like(token, dtype=torch.int32))
+
 
 _MASK_64 = (1 << 64) - 1
 _GREEDY_BELOW = 1e-5  # vLLM's bound too: a smaller temperature would only overflow
@@ -79,13 +83,53 @@ class Chosen(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class QueuedChoices:
+    """The next token of each row, which the device may still compute.
+
+    ids: [rows] int64 on the device, token ids that a further pass may take as its input: valid ids in any case.
+    found: ids, or _NO_TOKEN.  table: of `_logprobs` for the rows in `told`, which want `most` logprobs each.
+    """
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        found: torch.Tensor,
+        table: torch.Tensor | None,
+        told: Sequence[int],
+        most: Sequence[int],
+    ) -> None:
+        self.ids = ids
+        self._rows = len(found)
+        self._told, self._most = told, most
+        self._width = 0 if table is None else table.shape[1]
+        # One copy to the host; of doubles where there are logprobs: they hold any token id exactly.
+        self._copy = HostCopy(found if table is None else torch.cat((found.double(), table.flatten())))
+
+    def read(self) -> list[Chosen | None]:
+        """Waits for the device; None for a row whose logits hold NaN or no finite value at all."""
+        flat = self._copy.read()
+        logprobs: list[TokenLogprobs | None] = [None] * self._rows
+        for index, (row, most) in enumerate(zip(self._told, self._most, strict=True)):
+            first = self._rows + index * self._width
+            logprobs[row] = _token_logprobs(flat[first : first + self._width], most)
+        numbers = map(int, flat[: self._rows])
+        return [
+            None if token == _NO_TOKEN else Chosen(token, told) for token, told in zip(numbers, logprobs, strict=True)
+        ]
+
+
 def choose_tokens(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chosen | None]:
-    """The next token of each row, or None where the logits hold NaN or no finite value at all.
+    """The next token of each row, or None where the logits hold NaN or no finite value at all; waits for the device.
 
     logits: [rows, vocab], of any floating type; choices[i] is row i's.
 
     Logprobs are the model's own: of the logits as they come, before penalties, temperature and filters.
     """
+    return queue_choices(logits, choices).read()
+
+
+def queue_choices(logits: torch.Tensor, choices: Sequence[Choice], *, count: bool = False) -> QueuedChoices:
+    """`choose_tokens` without waiting; with `count` each row's token is added to its counts, too."""
     scores = penalised(logits, choices)
     best, tokens = scores.max(dim=-1)  # NaN if any is NaN
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature >= _GREEDY_BELOW]
@@ -98,22 +142,18 @@ def choose_tokens(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chose
     if forced:
         rows, ids = to_device(list(zip(*forced, strict=True)), torch.int64, logits.device)
         tokens = tokens.index_copy(0, rows, ids)
-    tokens = torch.where(torch.isfinite(best), tokens, _NO_TOKEN)
+    if count:
+        for row, choice in enumerate(choices):
+            if choice.counts is not None:
+                choice.counts.add_queued(tokens[row : row + 1])
+    found = torch.where(torch.isfinite(best), tokens, _NO_TOKEN)
     told = [row for row, choice in enumerate(choices) if choice.sampling.logprobs is not None]
-    if not told:
-        return [None if token == _NO_TOKEN else Chosen(token) for token in tokens.tolist()]
-    rows = to_device(told, torch.int64, logits.device)
-    most = MOST_LOGPROBS if any(choices[row].sampling.logprobs for row in told) else 0
-    table = _logprobs(logits[rows], tokens[rows], min(most, logits.shape[-1]))
-    # One copy to the host, of doubles: they hold any token id exactly.
-    flat = torch.cat((tokens.double(), table.flatten())).tolist()
-    numbers = [int(number) for number in flat[: len(choices)]]
-    width = table.shape[1]
-    by_row = {row: flat[len(choices) + i * width :][:width] for i, row in enumerate(told)}
-    return [
-        None if token == _NO_TOKEN else Chosen(token, _token_logprobs(by_row.get(row), choice.sampling.logprobs or 0))
-        for row, (token, choice) in enumerate(zip(numbers, choices, strict=True))
-    ]
+    table = None
+    if told:
+        rows = to_device(told, torch.int64, logits.device)
+        most = MOST_LOGPROBS if any(choices[row].sampling.logprobs for row in told) else 0
+        table = _logprobs(logits[rows], tokens[rows], min(most, logits.shape[-1]))
+    return QueuedChoices(tokens, found, table, told, [choices[row].sampling.logprobs or 0 for row in told])
 
 
 def uniform(seed: int, k: int) -> float:
@@ -218,10 +258,8 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Te
     return torch.cat((chosen.double(), ids.double(), best.double()), dim=1)
 
 
-def _token_logprobs(numbers: list[float] | None, wanted: int) -> TokenLogprobs | None:
+def _token_logprobs(numbers: list[float], wanted: int) -> TokenLogprobs:
     """A row of `_logprobs` as the caller gets it."""
-    if numbers is None:
-        return None
     most = len(numbers) // 2
     pairs = [
         (int(token), logprob)

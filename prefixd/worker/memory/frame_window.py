@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class FrameWindow:
         self.frames = frames
         self._table = table
         self._range = memory.reserve(frames * frame_bytes)
+        self._fence = memory.fence()
         self._mapped = np.zeros(frames, np.bool_)
         self._read_on_cuda = False
         self._ended = False
@@ -80,6 +81,15 @@ class FrameWindow:
                 self._range.unmap(frame * self.frame_bytes, self.frame_bytes)
                 self._mapped[frame] = False
 
+    def retire(self, on_retired: Callable[[], None]) -> None:
+        """Call `on_retired`, now or by `poll`, once the device has done what is queued on the current stream."""
+        streams = [torch.cuda.current_stream().cuda_stream] if self._read_on_cuda else []
+        self._fence.retire(streams, on_retired)
+
+    def poll(self, wait: bool = False) -> int:
+        """Make the calls of `retire` that are due, or with `wait` all; returns how many are left."""
+        return self._fence.poll(wait)
+
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]) -> torch.Tensor:
         """A view of the whole window."""
         tensor = self._range.tensor(tuple(shape), dtype, tuple(strides))
@@ -90,6 +100,7 @@ class FrameWindow:
         """Give the addresses back; may be called twice, since groups share the window."""
         if not self._ended:
             self._ended = True
+            self._fence.close()
             self._range.discard()
 
 

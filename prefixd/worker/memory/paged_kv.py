@@ -109,14 +109,13 @@ class PagedKv:
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
         """End a sequence; `on_closed` is called, now or by `poll`, when nothing reads or writes its frames any more.
-        The pages stay mapped: a page's next owner is ordered behind on the same stream."""
+        The pages stay mapped: a page's next owner in this process is ordered behind on the same stream."""
         self._let_go(_table(sequence))
-        on_closed()
+        self.pages.window.retire(on_closed)
 
     def poll(self, wait: bool = False) -> int:
-        """0: `close` leaves nothing to do."""
-        del wait
-        return 0
+        """Finish what `close` began as far as the device is, or with `wait` all of it; returns how many are left."""
+        return self.pages.window.poll(wait)
 
     def forget(self, frames: Sequence[int]) -> None:
         """Unmap frames that no sequence has and that are about to be no more."""

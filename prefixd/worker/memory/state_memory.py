@@ -52,6 +52,11 @@ class SequenceState:
         return self._tensors
 
     @property
+    def keeps_tail(self) -> bool:
+        """Whether the state after the last full block is kept."""
+        return len(self._tensors) > 1
+
+    @property
     def own(self) -> torch.Tensor:
         """The state after the tokens computed so far."""
         return self._memory.buffer(self._tensors[0])
@@ -70,7 +75,7 @@ class SequenceState:
             mapped.append((blocks, buffer[0]))
             positions.append((blocks * block_tokens, buffer[1]))
         tail = stop // block_tokens
-        if len(self._tensors) > 1 and tail * block_tokens > start:
+        if self.keeps_tail and tail * block_tokens > start:
             positions.append((tail * block_tokens, self._memory.buffer(self._tensors[1])))
             self.tail_blocks = tail
         self.keep = [kept for kept in self.keep if kept[0] * block_tokens > stop]
@@ -141,9 +146,10 @@ class PagedStates:
         self.pages.remove([page])
 
     def release(self, buffer: Buffer, on_released: Callable[[], None]) -> None:
-        """Give a buffer back once the device is done with it. Its next owner is ordered behind on the same stream."""
+        """Give a buffer back once the device is done with it. Its next owner in this process is ordered behind on the
+        same stream."""
         self.pages.remove([cast(int, buffer)])
-        on_released()
+        self.pages.window.retire(on_released)
 
     def ready(self, buffers: Sequence[Buffer]) -> bool:
         """True: nothing is mapped in the background."""
@@ -155,9 +161,8 @@ class PagedStates:
         del buffers
 
     def poll(self, wait: bool = False) -> int:
-        """0: `release` leaves nothing to do."""
-        del wait
-        return 0
+        """Finish what `release` began as far as the device is, or with `wait` all; returns how many are left."""
+        return self.pages.window.poll(wait)
 
     def forget(self, frames: Sequence[int]) -> None:
         """Unmap frames that no sequence has and that are about to be no more."""

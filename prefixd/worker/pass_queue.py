@@ -1,0 +1,267 @@
+"""The forward passes that are queued on the device, until their results are reported."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from prefixd.worker.decoding.beam_run import BeamRun, not_finite
+from prefixd.worker.decoding.draft import Draft
+from prefixd.worker.decoding.run import Run
+from prefixd.worker.decoding.token_choice import Choice, Chosen, QueuedChoices, queue_choices
+from prefixd.worker.memory.kv_memory import KvMemory
+from prefixd.worker.runs import Runs, failure
+from prefixd.worker.step_plan import StepPart
+from prefixd.worker.to_device import UnreadTokens
+from prefixd.worker_protocol.protocol import Done, Step, Update
+from prefixd_swap.errors import SwapError
+
+
+@dataclass(slots=True)
+class QueuedPass:
+    """The parts of a pass, and what is known of them before the device has computed it.
+
+    logits: of the parts that a token follows, `StepPart.wanted` rows each.
+    choices: the tokens that follow sampled runs; None if none does.
+    filled: by request, the full blocks in memory after the pass. kept: by request, the states that it has kept, as
+        numbers of blocks before them.
+    """
+
+    parts: Sequence[StepPart]
+    started_s: float
+    logits: torch.Tensor
+    choices: QueuedChoices | None = None
+    filled: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, list[int]] = field(default_factory=dict)
+
+    def choose(self, *, count: bool) -> None:
+        """Queue the choice of the tokens that follow sampled runs; `count` as in `queue_choices`."""
+        rows: list[int] = []
+        choices: list[Choice] = []
+        for part, own in self.followed():
+            if isinstance(part.run, Run):
+                rows += own
+                choices += [part.run.choice(part.proposed[:number]) for number in range(part.wanted)]
+        if choices:
+            logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
+            self.choices = queue_choices(logits, choices, count=count)
+
+    def followed(self) -> list[tuple[StepPart, range]]:
+        """The parts that a token follows, and their rows of the logits."""
+        ends = itertools.accumulate(part.wanted for part in self.parts)
+        return [
+            (part, range(end - part.wanted, end)) for part, end in zip(self.parts, ends, strict=True) if part.followed
+        ]
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens follow it, which are not read yet."""
+        return any(part.followed for part in self.parts)
+
+    def read(self) -> list[tuple[Run, StepPart, list[Chosen | None]]]:
+        """The choices behind each sampled run's part and its proposals; waits until the device has made them."""
+        chosen = iter(() if self.choices is None else self.choices.read())
+        return [
+            (part.run, part, list(itertools.islice(chosen, part.wanted)))
+            for part in self.parts
+            if part.followed and isinstance(part.run, Run)
+        ]
+
+    def live(self) -> list[StepPart]:
+        """The parts that count: those of sampled runs that had not ended before."""
+        return [part for part in self.parts if not (isinstance(part.run, Run) and part.run.over)]
+
+    def concerns(self, requests: Container[int]) -> bool:
+        """Whether it has something to report of one of these requests."""
+        return any(part.run.id in requests for part in self.live())
+
+    def tokens_for(self, parts: Sequence[StepPart]) -> UnreadTokens | None:
+        """The unread tokens of the pass behind this one, which sampled them; its parts compute a token each there."""
+        rows = [row for row, part in _first_rows(parts) if part.unread]
+        if not rows:
+            return None
+        assert self.choices is not None, "an unread token was sampled in this pass"
+        sampled = (part.run.id for part in self.parts if part.followed and isinstance(part.run, Run))
+        place = {request: row for row, request in enumerate(sampled)}
+        return UnreadTokens(self.choices.ids, rows, [place[part.run.id] for part in parts if part.unread])
+
+
+class _Result(NamedTuple):
+    """What a pass has done. context: the sum, over its tokens, of the tokens before."""
+
+    updates: list[Update]
+    tokens: int
+    proposed: int
+    accepted: int
+    context: int
+
+
+class PassQueue:
+    """The passes that are not reported yet, in the order in which the device computes them.
+
+    Args:
+        kv: memory of the runs.
+        runs: what the passes compute; a run that has ended is closed there.
+        draft: the model that proposes tokens, if there is one.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, kv: KvMemory, runs: Runs, draft: Draft | None, clock: Callable[[], float]) -> None:
+        self._kv = kv
+        self._runs = runs
+        self._draft = draft
+        self._clock = clock
+        self._passes: deque[QueuedPass] = deque()
+        self._read_s = -math.inf  # when the last pass was read
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def append(self, queued: QueuedPass) -> None:
+        """Enter a pass that has been queued on the device."""
+        self._passes.append(queued)
+
+    def unread_tokens(self, parts: Sequence[StepPart]) -> UnreadTokens | None:
+        """Where the unread tokens of the next pass are, which the last one with tokens has sampled."""
+        count = self.sampled()
+        return self._passes[count - 1].tokens_for(parts) if count else None
+
+    def concerning(self, requests: Container[int]) -> int:
+        """How many passes there are up to the last one with something to report of these requests."""
+        return max((number for number, each in enumerate(self._passes, start=1) if each.concerns(requests)), default=0)
+
+    def sampled(self, most: int | None = None) -> int:
+        """How many of the first `most` queued passes there are up to the last one with tokens to read."""
+        passes = itertools.islice(self._passes, most)
+        return max((number for number, each in enumerate(passes, start=1) if each.sampled), default=0)
+
+    def report(self, count: int) -> list[Step]:
+        """The first `count` queued passes as one step; waits until the device has computed them."""
+        passes = [self._passes.popleft() for _ in range(count)]
+        results = [result for each in passes if (result := self._read(each)) is not None]
+        started_s, self._read_s = max(self._read_s, passes[0].started_s if passes else 0), self._clock()
+        if not results:
+            return []
+        tokens = sum(result.tokens for result in results)
+        return [
+            Step(
+                [update for result in results for update in result.updates],
+                tokens,
+                self._read_s - started_s,
+                self._kv.usage(),
+                len(results),
+                sum(result.proposed for result in results),
+                sum(result.accepted for result in results),
+                sum(result.context for result in results) // max(tokens, 1),
+            )
+        ]
+
+    def _read(self, queued: QueuedPass) -> _Result | None:
+        """Take a pass's tokens, and end the requests that they end; None if no part of it counts."""
+        parts = queued.live()
+        news: dict[int, list[Chosen]] = {}
+        done: list[Done] = []
+        accepted = 0
+        for run, part, chosen in queued.read():
+            run.unread -= 1
+            if run.over:
+                continue
+            taken = self._accept(run, part.proposed, chosen)
+            if not taken:
+                run.failed = True
+                done.append(not_finite(run.id))
+                continue
+            news[run.id] = taken
+            if run.ended:
+                done.append(Done(run.id, run.ended))
+            if self._draft is not None:
+                accepted += sum(map(operator.eq, part.proposed, (choice.token for choice in taken)))
+                further = len(taken) - 1  # proposed tokens that were accepted, so they are computed
+                run.advance(further)
+                run.draft_behind = int(0 < further == len(part.proposed))
+                pass_by(part, self._kv)
+        done += self._search(queued)
+        if self._draft is not None:
+            self._draft.catch_up([part.run for part in parts if isinstance(part.run, Run) and part.run.ended])
+            queued.filled = {part.run.id: part.run.filled_blocks for part in parts}
+        broken = {message.id for message in done if message.reason == "error"}
+        updates = _updates({part.run.id: part.run for part in parts if part.run.id not in broken}, news, queued)
+        for message in done:
+            if message.id in self._runs:
+                self._runs.close(self._runs[message.id], message)
+        if not parts:
+            return None
+        tokens, context = sum(part.rows for part in parts), sum(part.rows * part.start for part in parts)
+        return _Result(updates, tokens, sum(len(part.proposed) for part in parts), accepted, context)
+
+    def _accept(self, run: Run, proposed: Sequence[int], chosen: Sequence[Chosen | None]) -> list[Chosen]:
+        """Append the model's choices to a run, up to and including the first that differs from the proposed token.
+
+        chosen: behind the known tokens, and behind each proposed one. Returns the appended ones; none if the first
+        logits are not finite. If later ones are not finite, they are computed again in the next pass.
+        """
+        accepted: list[Chosen] = []
+        for choice, guess in itertools.zip_longest(chosen, proposed):
+            if choice is None:
+                break
+            run.append(choice.token)
+            if self._draft is not None:
+                run.count(choice.token)
+            accepted.append(choice)
+            if run.ended or choice.token != guess:
+                break
+        return accepted
+
+    def _search(self, queued: QueuedPass) -> list[Done]:
+        """Advance the beam searches of a pass; returns their ends."""
+        done: list[Done] = []
+        searched: dict[int, list[int]] = {}
+        for part, own in queued.followed():
+            if isinstance(part.run, BeamRun):
+                searched.setdefault(part.run.id, []).extend(own)
+        for request, rows in searched.items():
+            search = self._runs[request]
+            assert isinstance(search, BeamRun)
+            try:
+                end = search.advance(queued.logits[rows])
+            except SwapError as error:
+                end = failure(search.id, [], error)
+            if end is not None:
+                done.append(end)
+        return done
+
+
+def pass_by(part: StepPart, kv: KvMemory) -> None:
+    """Give up memory that no further token of the part's sequence needs."""
+    if part.member.images is not None:
+        part.member.images.pass_by(part.member.computed)
+    if isinstance(part.run, Run):  # beams begin with all of their prompt
+        kv.pass_by(part.run.memory, part.run.kept_tokens)
+
+
+def _first_rows(parts: Sequence[StepPart]) -> list[tuple[int, StepPart]]:
+    """Each part with the row of its first token in the batch."""
+    ends = itertools.accumulate(part.rows for part in parts)
+    return [(end - part.rows, part) for part, end in zip(parts, ends, strict=True)]
+
+
+def _updates(runs: dict[int, Run | BeamRun], news: dict[int, list[Chosen]], queued: QueuedPass) -> list[Update]:
+    """One for every run with new tokens or a newly filled block."""
+    updates = []
+    for run in runs.values():
+        filled = queued.filled[run.id]
+        if run.id in news or filled > run.reported_blocks:
+            run.reported_blocks = filled
+            new = news.get(run.id, [])
+            logprobs = [choice.logprobs for choice in new if choice.logprobs]
+            updates.append(
+                Update(run.id, [choice.token for choice in new], filled, logprobs, queued.kept.get(run.id, []))
+            )
+    return updates

@@ -117,6 +117,10 @@ class WorkerSettings(Section):
     operator. fused: also compiled rotary positions and activations (torch.compile, which takes up to a minute when a
     model is first loaded). auto: fused on CUDA, model on a CPU. What changes the logits, or cannot be compiled, is
     undone; log and `prefixd stats` say so."""
+    async_scheduling: bool = True
+    """On CUDA: plan and queue a step while the one before it is computed, and read its tokens a step late, so that the
+    GPU does not wait for the host. A token that ends a request is then known a step late, which costs one row of that
+    step. With beam searches and a draft model the tokens are read at once."""
     max_running: Count = 8
     """The most requests computed at once; on CUDA 64, unless it is set."""
     max_step_tokens: Count = 512

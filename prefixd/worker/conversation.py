@@ -85,7 +85,8 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
             draft: Draft | None = None
             if draft_model is not None and isinstance(kv, GroupedKv):  # two models have two groups
                 draft = Draft(draft_model, kv, spec.draft_tokens)
-            engine = Engine(model, kv, settings.max_step_tokens, clock, graphs, draft)
+            ahead = settings.async_scheduling and model.asynchronous
+            engine = Engine(model, kv, settings.max_step_tokens, clock, graphs, draft, ahead=ahead)
             readiness.send()
             try:
                 _run(connection, engine, frames, kv)

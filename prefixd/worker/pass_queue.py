@@ -50,8 +50,7 @@ class QueuedPass:
                 rows += own
                 choices += [part.run.choice(part.proposed[:number]) for number in range(part.wanted)]
         if choices:
-            logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
-            self.choices = queue_choices(logits, choices, count=count)
+            self.choices = queue_choices(self.logits, rows, choices, count=count)
 
     def followed(self) -> list[tuple[StepPart, range]]:
         """The parts that a token follows, and their rows of the logits."""

@@ -30,6 +30,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cuda_graphs_seconds: most seconds to capture graphs when the model is loaded; 0: they are captured when first used.
     operators: how far the model's layers are rewritten to have fewer operators, see `worker.operators`; "auto": "fused"
         on CUDA, "model" on a CPU.
+    async_scheduling: on CUDA, queue a pass before the tokens of the one before it are read; not with a draft.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     groups: "by_rule" keeps of each layer what its rule needs, "one" has one page size and one rule for all layers, for
         comparison; see `plan_groups`.
@@ -52,6 +53,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_step_tokens: Positive = 512
     max_sequences: Positive = 64
     cuda_graphs: bool = True
+    async_scheduling: bool = True
     cuda_graphs_seconds: NotNegative = 20
     operators: Literal["auto", "model", "merged", "fused"] = "auto"
     kv: Literal["virtual", "paged"] = "virtual"

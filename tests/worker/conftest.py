@@ -113,6 +113,7 @@ class Rig:
         device: str = "cpu",
         kv: str = "virtual",
         requests: int = 80,
+        ahead: bool = False,
     ) -> None:
         self.model = model = with_kv(model, kv)
         self.block_tokens = model.spec.block_tokens
@@ -126,7 +127,7 @@ class Rig:
         draft = None
         if model.spec.draft is not None:
             draft = Draft(load_model(model.spec.draft), self.kv, model.spec.draft_tokens)
-        self.engine = Engine(model, self.kv, max_step_tokens, itertools.count().__next__, draft=draft)
+        self.engine = Engine(model, self.kv, max_step_tokens, itertools.count().__next__, draft=draft, ahead=ahead)
         self.tokens: dict[int, list[int]] = {}
         self.filled: dict[int, int] = {}
         self.done: dict[int, Done] = {}

@@ -106,6 +106,7 @@ class ModelHost:
                 draft_model="" if worker.draft_model is None else os.fspath(worker.draft_model),
                 draft_tokens=worker.draft_tokens,
                 cuda_graphs=worker.cuda_graphs,
+                async_scheduling=worker.async_scheduling,
                 cuda_graphs_seconds=worker.cuda_graphs_seconds,
                 operators=worker.operators,
                 threads=worker.threads,

@@ -125,23 +125,27 @@ def choose_tokens(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chose
 
     Logprobs are the model's own: of the logits as they come, before penalties, temperature and filters.
     """
-    return queue_choices(logits, choices).read()
+    return queue_choices(logits, range(len(choices)), choices).read()
 
 
-def queue_choices(logits: torch.Tensor, choices: Sequence[Choice], *, count: bool = False) -> QueuedChoices:
-    """`choose_tokens` without waiting; with `count` each row's token is added to its counts, too."""
+def queue_choices(
+    logits: torch.Tensor, rows: Sequence[int], choices: Sequence[Choice], *, count: bool = False
+) -> QueuedChoices:
+    """`choose_tokens` of some rows of the logits, without waiting; with `count` tokens are added to their counts."""
+    if len(rows) != len(logits):
+        logits = logits[to_device(rows, torch.int64, logits.device)]
     scores = penalised(logits, choices)
     best, tokens = scores.max(dim=-1)  # NaN if any is NaN
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature >= _GREEDY_BELOW]
     if drawn:
-        rows = to_device(drawn, torch.int64, logits.device)
+        places = to_device(drawn, torch.int64, logits.device)
         at = [uniform(choices[row].sampling.seed or 0, choices[row].k) for row in drawn]
-        kept = weights(scores[rows].float(), [choices[row].sampling for row in drawn])
-        tokens = tokens.index_copy(0, rows, _invert(kept, to_device(at, torch.float64, logits.device)))
+        kept = weights(scores[places].float(), [choices[row].sampling for row in drawn])
+        tokens = tokens.index_copy(0, places, _invert(kept, to_device(at, torch.float64, logits.device)))
     forced = [(row, choice.forced) for row, choice in enumerate(choices) if choice.forced is not None]
     if forced:
-        rows, ids = to_device(list(zip(*forced, strict=True)), torch.int64, logits.device)
-        tokens = tokens.index_copy(0, rows, ids)
+        places, ids = to_device(list(zip(*forced, strict=True)), torch.int64, logits.device)
+        tokens = tokens.index_copy(0, places, ids)
     if count:
         for row, choice in enumerate(choices):
             if choice.counts is not None:
@@ -150,9 +154,9 @@ def queue_choices(logits: torch.Tensor, choices: Sequence[Choice], *, count: boo
     told = [row for row, choice in enumerate(choices) if choice.sampling.logprobs is not None]
     table = None
     if told:
-        rows = to_device(told, torch.int64, logits.device)
+        places = to_device(told, torch.int64, logits.device)
         most = MOST_LOGPROBS if any(choices[row].sampling.logprobs for row in told) else 0
-        table = _logprobs(logits[rows], tokens[rows], min(most, logits.shape[-1]))
+        table = _logprobs(logits[places], tokens[places], min(most, logits.shape[-1]))
     return QueuedChoices(tokens, found, table, told, [choices[row].sampling.logprobs or 0 for row in told])
 
 

@@ -35,6 +35,21 @@ def test_decode_passes_are_replayed_with_the_same_tokens(rig_with, prompt):
     rig.manager.check_integrity()
 
 
+def test_graphs_take_tokens_that_the_host_has_not_read(rig_with, prompt):
+    """Also where a batch of three is filled up to four."""
+    prompts = [prompt[:length] for length in (5, 16, 40)]
+    expected = [rig_with(None).generate(each, temperature=0.8) for each in prompts]
+    rig = rig_with(FlashAttention(varlen_reference))
+    rig.engine._ahead = True
+    rig.engine._graphs = graphs = DecodeGraphs(
+        rig.manager.kv, rig.model.captured, 4, pytest.fail, capture=lambda compute: compute
+    )
+    requests = [rig.start(each, temperature=0.8) for each in prompts]
+    rig.run()
+    assert [rig.tokens[request] for request in requests] == expected
+    assert graphs.captured_sizes == [4] and graphs.replays
+
+
 def test_graphs_captured_at_load_serve_all_later_passes(rig_with, prompt):
     """They are captured on scratch memory, which is the same in all rows, and compared there in batches of many."""
     expected = rig_with(None).generate(prompt, temperature=0.8)

@@ -228,6 +228,23 @@ def test_the_state_after_the_last_full_block_is_kept_as_the_output_grows(name: s
     assert logprobs(rig, later) == pytest.approx(cold.logprobs, abs=LOGPROBS)
 
 
+def test_a_pass_that_is_queued_ahead_keeps_no_state_behind_a_stop_token(name: str, rig: Rig) -> None:
+    """The stop token would fill a block; the windows' memory and the tokens are those of passes one after the other."""
+    stop_at = BLOCK - len(prompt_of(8)) % BLOCK
+    forced = [*range(1, stop_at), 95, *range(50, 50 + NEW - stop_at)]
+    arguments = {"forced_tokens": np.array(forced, "<u4").tobytes(), "stop_token_ids": (95,)}
+    one = Cached(rig, prompt_of(8), **arguments)
+    rig.run()
+    rig.engine._ahead = True
+    other = Cached(rig, prompt_of(8), **arguments)
+    rig.run()
+    rig.take(rig.engine.flush())
+    assert other.tokens == one.tokens == forced[:stop_at]
+    assert other.logprobs == one.logprobs
+    assert rig.filled[other.id] == rig.filled[one.id] == (len(one.prompt) + stop_at - 1) // BLOCK
+    assert rig.done[other.id].tail_blocks == rig.done[one.id].tail_blocks
+
+
 def test_a_state_of_a_pass_that_failed_is_not_kept(name: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     if not rig.model.spec.state_frames:
         pytest.skip("a model without a state")

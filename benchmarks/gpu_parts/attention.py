@@ -20,8 +20,9 @@ from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, MHA, MQA, SMALL, Heads, Tensors, virtual_tensors
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from prefixd.worker.attention.attention import AttentionBackend, StepAttention
-from prefixd.worker.attention.flash_attention import FlashAttention, VarlenKernel, find_kernel
+from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
+from prefixd.worker.attention.kernels.flash_kernels import VarlenKernel, find_kernel
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvMemory, Segment, StepKv
 from prefixd.worker.memory.paged_kv import PagedKv, PagedStep

@@ -24,8 +24,9 @@ from prefixd.worker.attention.attention import (
 from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.attention.chunked_attention import ChunkedAttention
 from prefixd.worker.attention.cross_attention import CrossStep
-from prefixd.worker.attention.flash_attention import FlashAttention, find_kernel
+from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
+from prefixd.worker.attention.kernels.flash_kernels import find_kernel
 from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.images import FeatureStore, ImageEncoder, attention_names, image_kind, read_processor
 from prefixd.worker.memory.grouped_kv import GroupedStep, places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,12 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     It copies from pinned memory: otherwise the host would wait for all work that is queued on the stream.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def uploaded(columns: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Several lists as tensors on `device`, by one copy."""
+    whole = to_device(list(itertools.chain.from_iterable(columns)), dtype, device)
+    return list(whole.split([len(column) for column in columns]))
 
 
 class HostCopy:

@@ -16,8 +16,9 @@ import torch
 from benchmarks.engines.varlen_reference import varlen_reference
 from benchmarks.gpu_parts.attention import GatheredStep
 from prefixd.worker.attention.attention import AttentionKind
-from prefixd.worker.attention.flash_attention import READ_BLOCK, FlashAttention, VarlenKernel, find_kernel
+from prefixd.worker.attention.flash_attention import READ_BLOCK, FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention
+from prefixd.worker.attention.kernels.flash_kernels import VarlenKernel, find_kernel
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvMemory, Segment
 from prefixd.worker.memory.paged_kv import PagedKv

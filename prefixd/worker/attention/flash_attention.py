@@ -1,8 +1,8 @@
-"""Attention on a GPU: one variable-length flash attention kernel a layer, whatever is in the batch.
+"""Attention on a GPU by torch's flash attention: one call a layer whatever is in the batch, or a few by a plan.
 
 All sequences lie in one tensor: virtual tensors at a fixed stride (vAttention, section 5.2.3), blocks through a block
 table (PagedAttention). `seqused_k` has the length of each sequence, so one call computes prompts and decoding requests,
-and nothing behind the last token is read.
+and nothing behind the last token is read. Several calls are faster where a prompt has a long prefix (`pass_plan`).
 
 The kernel computes windows itself. It reads keys in blocks that begin at multiples of at most `READ_BLOCK` tokens, and
 none before the block of the first key that the segment's first query sees: memory before that may be unmapped.
@@ -13,97 +13,37 @@ run it with a stand-in for the kernel.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
 from prefixd.worker.attention.captured import CapturedStep
+from prefixd.worker.attention.choice.pass_plan import PassPlan, Plan, plain
+from prefixd.worker.attention.kernels.flash_kernels import AloneKernel, VarlenKernel
+from prefixd.worker.attention.split_prefix import SplitPass
 from prefixd.worker.memory.kv_memory import StepKv
+from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.spec.kv_groups import READ_BLOCK as READ_BLOCK
 from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.errors import ModelError
 
-VarlenKernel = Callable[..., torch.Tensor]
-"""`torch.nn.attention.varlen.varlen_attn`, or a function with the same arguments."""
-
-
-def find_kernel(
-    head_dim: int, dtype: torch.dtype, device: torch.device, *, block_table: bool = False
-) -> VarlenKernel | None:
-    """The kernel for this shape on this device, with `block_table` one that takes block tables; None without one.
-
-    Flash attention takes 16-bit types and heads of up to 256 in eights, on GPUs from Ampere on. `varlen_attn` knows
-    `seqused_k` from torch 2.12 on; the operator below it has known it since 2.5.
-    """
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
-        return None
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    return _public_kernel() or (None if block_table else _operator_kernel())
-
-
-@functools.cache
-def _public_kernel() -> VarlenKernel | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    wanted = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table"}
-    kernel: VarlenKernel = varlen_attn  # type: ignore[assignment]
-    return kernel if wanted <= set(inspect.signature(varlen_attn).parameters) else None
-
-
-@functools.cache
-def _operator_kernel() -> VarlenKernel | None:
-    operator = torch.ops.aten._flash_attention_forward.default
-    if "seqused_k" not in {argument.name for argument in operator._schema.arguments}:
-        return None
-
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seq_q: torch.Tensor,
-        cu_seq_k: torch.Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-        seqused_k: torch.Tensor,
-    ) -> torch.Tensor:
-        assert window_size[1] == 0 and enable_gqa
-        return operator(  # type: ignore[no-any-return]
-            query,
-            key,
-            value,
-            cu_seq_q,
-            cu_seq_k,
-            max_q,
-            max_k,
-            0.0,
-            True,
-            False,
-            scale=scale,
-            window_size_left=window_size[0] if window_size[0] >= 0 else None,
-            seqused_k=seqused_k,
-        )[0]
-
-    return kernel
-
 
 class FlashAttention:
-    """The backend; `calls` counts kernels, one a layer and pass."""
+    """The backend; `calls` counts attention kernels.
 
-    def __init__(self, kernel: VarlenKernel) -> None:
+    plan: which calls compute a pass over virtual tensors; by default one for everything. A layer's window that hides
+    keys of the pass, block tables and captured passes have one call.
+    alone: the kernel for one sequence, if the plan may ask for it.
+    """
+
+    def __init__(self, kernel: VarlenKernel, plan: Plan = plain, alone: AloneKernel | None = None) -> None:
         self.calls = 0
-        self._kernel = kernel
+        self.plan = plan
+        self.alone = alone
+        self.kernel = kernel
         # Keys split among thread blocks are read in larger blocks; FlashAttention 2 splits them in decode passes.
         knows_splits = "num_splits" in inspect.signature(kernel).parameters
         self.window_arguments: dict[str, object] = {"num_splits": 1} if knows_splits else {}
@@ -126,7 +66,8 @@ class FlashAttention:
     def compute(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Call the kernel."""
         self.calls += 1
-        return self._kernel(*arguments, **keywords)
+        result: torch.Tensor = self.kernel(*arguments, **keywords)
+        return result
 
 
 class FlashStep:
@@ -134,8 +75,14 @@ class FlashStep:
 
     def __init__(self, backend: FlashAttention, step: StepKv) -> None:
         self._backend = backend
+        self._step = step
         self._tokens = sum(len(segment) for segment in step.segments)
         self._longest = max(len(segment) for segment in step.segments)
+        self._most_keys = max(segment.stop for segment in step.segments)
+        self._plan: PassPlan | None = None
+        if isinstance(step, VirtualStep) and backend.plan is not plain:
+            self._plan = backend.plan(*zip(*[(len(part), part.stop) for part in step.segments], strict=True))
+        self._split: dict[int, SplitPass] = {}  # by the query heads of a KV head
         self._layer, self._arguments = step.varlen_arguments()
         if isinstance(step, CapturedStep):
             self._starts = step.query_starts
@@ -149,6 +96,8 @@ class FlashStep:
         """[1, heads, rows, head_dim] to [1, rows, heads, head_dim], by the keys and values in the pass's memory. Causal
         from each sequence's end, so its last query looks at all of it."""
         keys, values = self._layer(layer)
+        if self._plan is not None and not self._plan.one_call and not self._hides(kind):
+            return self._by_plan(self._plan, query, keys, values, scaling)
         keywords = dict(self._arguments)
         if kind.window is not None:
             keywords |= self._backend.window_arguments
@@ -168,6 +117,24 @@ class FlashStep:
         output = query.new_zeros((query.shape[2], query.shape[1], query.shape[3]))
         output[: self._tokens] = result
         return output.unsqueeze(0)
+
+    def _by_plan(
+        self, plan: PassPlan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        group = query.shape[1] // keys.shape[1]
+        if group not in self._split:
+            assert isinstance(self._step, VirtualStep)
+            self._split[group] = SplitPass(plan, self._step.segments, self._step.starts, group, query.device)
+        split = self._split[group]
+        output = query.new_zeros((query.shape[2], query.shape[1], query.shape[3]))
+        flat = query[0].transpose(0, 1).contiguous()
+        split.attend(self._backend.kernel, self._backend.alone, flat, keys, values, scaling, output)
+        self._backend.calls += split.calls
+        return output.unsqueeze(0)
+
+    def _hides(self, kind: AttentionKind) -> bool:
+        """Whether the kind's window hides keys of the pass."""
+        return kind.window is not None and kind.window < self._most_keys
 
     def expands(self, layer: int) -> bool:
         """Never."""

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker.attention import flex_attention
-from prefixd.worker.attention.flash_attention import FlashAttention, find_kernel
+from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
+from prefixd.worker.attention.kernels.flash_kernels import find_kernel
 from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.memory.virtual_kv import VirtualStep

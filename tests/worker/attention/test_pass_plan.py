@@ -1,0 +1,103 @@
+"""A pass is planned by what was measured on the device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.gpu_parts.choice_table import costs_of
+from benchmarks.gpu_parts.rig.kv import GQA
+from prefixd.worker.attention.choice.cost_table import ALONE, TOGETHER, CostPoint, HeadCosts, read_costs, write_costs
+from prefixd.worker.attention.choice.pass_plan import CheapestPlan, PassPlan, may_split
+from prefixd.worker_protocol.errors import ModelError
+
+DEVICES = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]
+
+
+def heads_of(*points: CostPoint) -> HeadCosts:
+    return HeadCosts(32, 8, 128, "token", list(points))
+
+
+def way_of(plan: PassPlan) -> str:
+    """The way of a batch of equal sequences."""
+    ways = {TOGETHER: bool(plan.together or plan.decodes), ALONE: bool(plan.alone)}
+    ways |= {f"split {count}": True for count in plan.split.values()}
+    (way,) = (name for name, used in ways.items() if used)
+    return way
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_choice_costs_a_tenth_more_than_the_best_that_was_measured(device: str) -> None:
+    table = read_costs(device)
+    assert table.device == device
+    seen = 0
+    for heads in table.heads:
+        plan = CheapestPlan(heads, can_split=True, can_alone=True)
+        for point in heads.points:
+            usable = {
+                way: us
+                for way, us in point.us.items()
+                if not way.startswith("split") or may_split(point.queries, point.tokens + point.queries, int(way[6:]))
+            }
+            count = point.batch
+            planned = plan([point.queries] * count, [point.tokens + point.queries] * count)
+            assert point.us[way_of(planned)] <= 1.1 * min(usable.values()), (heads, point, planned)
+            seen += 1
+    assert seen > 80
+
+
+def test_a_device_without_a_table_has_the_one_of_an_h100() -> None:
+    assert read_costs("Example 9000").device == DEVICES[0]
+    heads = read_costs("NVIDIA H200").of(28, 4, 128, "layer")
+    assert (heads.query_heads // heads.kv_heads, heads.layout) == (4, "layer")
+
+
+def test_long_prompts_are_planned_apart_from_short_ones_and_from_decodes() -> None:
+    costs = heads_of(
+        CostPoint(1, 8, 8192, {TOGETHER: 100.0, ALONE: 400.0}),
+        CostPoint(128, 1, 32768, {TOGETHER: 994.0, ALONE: 247.0, "split 8": 300.0}),
+        CostPoint(128, 8, 32768, {TOGETHER: 1561.0, ALONE: 1806.0, "split 8": 900.0}),
+        CostPoint(128, 1, 1024, {TOGETHER: 76.0, ALONE: 125.0}),
+        CostPoint(128, 8, 1024, {TOGETHER: 108.0, ALONE: 587.0}),
+    )
+    plan = CheapestPlan(costs, can_split=True, can_alone=True)
+    short = [1024 + 128] * 3
+    decodes = [1] * 4
+    assert plan([*decodes, 128, *[128] * 3], [9000] * 4 + [32768 + 128, *short]) == PassPlan(
+        together=(5, 6, 7), decodes=(0, 1, 2, 3), alone=(4,)
+    )
+    assert plan([128] * 11, [32768 + 128] * 8 + short) == PassPlan(
+        together=(8, 9, 10), split=dict.fromkeys(range(8), 8)
+    )
+    without_split = CheapestPlan(costs, can_split=False, can_alone=True)
+    assert without_split([128] * 8, [32768 + 128] * 8).one_call
+    assert plan([1] * 64, [8193] * 64) == PassPlan(decodes=tuple(range(64)))
+    assert plan([1] * 64, [8193] * 64).one_call
+    assert plan([2], [2]).one_call, "a first prompt has nothing before it"
+
+
+def test_the_benchmark_writes_what_the_worker_reads(tmp_path: Path) -> None:
+    points = [
+        {"shape": "gqa", "layout": "token", "phase": "decode", "batch": 2, "tokens": 128, "contiguous_us": 9.0},
+        {"shape": "gqa", "layout": "token", "phase": "prefill", "batch": 2, "tokens": 128, "split8_us": 5.0},
+        {"shape": "gqa", "layout": "layer", "phase": "decode", "batch": 2, "tokens": 128, "paged_us": 9.0},
+    ]
+    table = costs_of(points, [GQA], 16, "Example 9000", "a run")
+    assert table is not None
+    write_costs(table, tmp_path / "table.json")
+    assert read_costs("", str(tmp_path / "table.json")) == table
+    assert table.heads == [
+        heads_of(CostPoint(1, 2, 128, {TOGETHER: 9.0}), CostPoint(16, 2, 128, {"split 8": 5.0})),
+    ]
+
+
+@pytest.mark.parametrize("content", ["{}", "[", '{"device": "a", "source": "b", "heads": []}'])
+def test_a_file_that_has_no_table_is_refused_with_the_remedy(tmp_path: Path, content: str) -> None:
+    file = tmp_path / f"{len(content)}.json"
+    file.write_text(content)
+    with pytest.raises(ModelError, match=r"worker.attention_costs = .*leave it out"):
+        read_costs("NVIDIA H200", str(file))
+    assert json.loads(msgspec.json.encode(read_costs("NVIDIA H200")))["device"] == "NVIDIA H200"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -78,10 +78,6 @@ class FlashStep:
         self._step = step
         self._tokens = sum(len(segment) for segment in step.segments)
         self._longest = max(len(segment) for segment in step.segments)
-        self._most_keys = max(segment.stop for segment in step.segments)
-        self._plan: PassPlan | None = None
-        if isinstance(step, VirtualStep) and backend.plan is not plain:
-            self._plan = backend.plan(*zip(*[(len(part), part.stop) for part in step.segments], strict=True))
         self._split: dict[int, SplitPass] = {}  # by the query heads of a KV head
         self._layer, self._arguments = step.varlen_arguments()
         if isinstance(step, CapturedStep):
@@ -89,6 +85,25 @@ class FlashStep:
         else:
             starts = [0, *itertools.accumulate(len(segment) for segment in step.segments)]
             self._starts = to_device(starts, torch.int32, self._layer(0)[0].device)
+        self._plan = self._planned()
+
+    def _planned(self) -> PassPlan | None:
+        """The plan of the pass, if it has more than one call."""
+        step = self._step
+        if isinstance(step, CapturedStep):
+            if step.longest > 1:
+                return None
+            self._most_keys = cast(int, self._arguments["max_k"])
+            count = len(self._starts) - 1
+            plan = self._backend.plan([1] * count, [self._most_keys] * count, captured=True)
+        elif isinstance(step, VirtualStep):
+            self._most_keys = max(segment.stop for segment in step.segments)
+            plan = self._backend.plan(
+                [len(segment) for segment in step.segments], [segment.stop for segment in step.segments]
+            )
+        else:
+            return None
+        return None if plan.one_call else plan
 
     def attend(
         self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
@@ -96,7 +111,7 @@ class FlashStep:
         """[1, heads, rows, head_dim] to [1, rows, heads, head_dim], by the keys and values in the pass's memory. Causal
         from each sequence's end, so its last query looks at all of it."""
         keys, values = self._layer(layer)
-        if self._plan is not None and not self._plan.one_call and not self._hides(kind):
+        if self._plan is not None and not self._hides(kind):
             return self._by_plan(self._plan, query, keys, values, scaling)
         keywords = dict(self._arguments)
         if kind.window is not None:
@@ -123,8 +138,11 @@ class FlashStep:
     ) -> torch.Tensor:
         group = query.shape[1] // keys.shape[1]
         if group not in self._split:
-            assert isinstance(self._step, VirtualStep)
-            self._split[group] = SplitPass(plan, self._step.segments, self._step.starts, group, query.device)
+            if isinstance(self._step, VirtualStep):
+                self._split[group] = SplitPass(plan, self._step.segments, self._step.starts, group, query.device)
+            else:
+                starts, lengths = (cast(torch.Tensor, self._arguments[name]) for name in ("cu_seq_k", "seqused_k"))
+                self._split[group] = SplitPass.of_decodes(plan.pieces, starts, lengths, self._most_keys, group)
         split = self._split[group]
         output = query.new_zeros((query.shape[2], query.shape[1], query.shape[3]))
         flat = query[0].transpose(0, 1).contiguous()

@@ -10,7 +10,7 @@ by log-sum-exp (`merge_kernel`).
     call        |---------------- pieces: all keys -------------|causal |
     rows        128 queries x 4 heads for each piece and KV head  128 queries
 
-A segment of one query sees all keys, its own too; its pieces reach to its end.
+Single queries see all keys, their own too: if there are only such, the pieces reach to their ends.
 """
 
 from __future__ import annotations
@@ -22,28 +22,23 @@ import torch
 
 from prefixd.worker.attention.choice.pass_plan import PassPlan
 from prefixd.worker.attention.kernels.flash_kernels import AloneKernel, VarlenKernel
-from prefixd.worker.attention.kernels.merge_kernel import MergeRows, Parts, merge
+from prefixd.worker.attention.kernels.merge_kernel import OwnPart, Parts, merge
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.to_device import to_device, uploaded
 
 PIECE_MULTIPLE = 128
 """Pieces begin at multiples of so many keys; a thread block reads at most as many at a time."""
 
-_Rows = slice | torch.Tensor
-
-
-def cut(keys: int, pieces: int) -> list[tuple[int, int]]:
-    """[first, stop) of `keys` keys in at most `pieces` pieces, of one size but for the last: `cut(300, 2)` is
-    [(0, 256), (256, 300)]."""
-    size = -(-keys // (pieces * PIECE_MULTIPLE)) * PIECE_MULTIPLE
-    return [(first, min(first + size, keys)) for first in range(0, keys, size)]
-
 
 class SplitPass:
     """The calls of one pass by a plan; every layer uses the same tensors.
 
-    segments, starts: those of the pass, and where the first key of each lies in a layer's keys.
-    group: query heads that share a KV head.
+    Args:
+        plan: the calls.
+        segments: of the pass.
+        starts: where the first key of each lies in a layer's keys.
+        group: query heads that share a KV head.
+        device: of the keys.
     """
 
     def __init__(
@@ -51,7 +46,6 @@ class SplitPass:
     ) -> None:
         ends = list(itertools.accumulate(len(segment) for segment in segments))
         rows = [range(end - len(segment), end) for segment, end in zip(segments, ends, strict=True)]
-        causal = [number for number in plan.split if len(segments[number]) > 1]
         self._alone = [
             (
                 slice(rows[number].start, rows[number].stop),
@@ -59,33 +53,74 @@ class SplitPass:
             )
             for number in plan.alone
         ]
-        self._calls = []
+        self._decodes: _Call | None = None
         if plan.decodes:
             whole = [(starts[number], segments[number].stop) for number in plan.decodes]
-            self._calls.append(_Call([rows[number] for number in plan.decodes], whole, device))
-        own_rows: dict[int, int] = {}
+            self._decodes = _Call([rows[number] for number in plan.decodes], whole, device)
+        causal = set(plan.split) if any(len(segments[number]) > 1 for number in plan.split) else set()
+        own_rows: dict[int, range] = {}
         self._main: _Call | None = None
         if plan.together or causal:
-            numbers = sorted([*plan.together, *causal])
+            numbers = sorted({*plan.together, *causal})
             spans = [
                 (starts[number] + segments[number].start, len(segments[number]))
-                if number in plan.split
+                if number in causal
                 else (starts[number], segments[number].stop)
                 for number in numbers
             ]
             self._main = _Call([rows[number] for number in numbers], spans, device)
-            first = 0
-            for number in numbers:
-                own_rows[number] = first
-                first += len(rows[number])
-        self._pieces: _Pieces | None = None
+            ends = list(itertools.accumulate(len(segments[number]) for number in numbers))
+            own_rows = {
+                number: range(end - len(segments[number]), end) for number, end in zip(numbers, ends, strict=True)
+            }
+        self._pieces: Pieces | None = None
         if plan.split:
-            self._pieces = _Pieces(plan.split, segments, starts, rows, own_rows, group, device)
+            parts = [segments[number] for number in plan.split]
+            before = [part.start if causal else part.stop for part in parts]
+            lengths = [len(part) for part in parts]
+            target, own, first_keys, keys_before, query_starts = uploaded(
+                [
+                    [row for number in plan.split for row in rows[number]],
+                    [row for number in plan.split for row in own_rows.get(number, ())],
+                    [starts[number] for number in plan.split],
+                    before,
+                    [0, *itertools.accumulate(lengths)],
+                ],
+                torch.int32,
+                device,
+            )
+            self._pieces = Pieces(
+                target,
+                own if causal else None,
+                first_keys,
+                keys_before,
+                query_starts,
+                longest=max(lengths),
+                most_keys=max(before),
+                pieces=plan.pieces,
+                group=group,
+            )
+
+    @classmethod
+    def of_decodes(
+        cls, pieces: int, starts: torch.Tensor, lengths: torch.Tensor, most_keys: int, group: int
+    ) -> SplitPass:
+        """Of a captured pass of single queries, all of them split, by tensors that other passes will fill.
+
+        starts, lengths: where each sequence's keys begin, with one entry more, and how many there are, in int32.
+        """
+        rows = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+        made = cls(PassPlan(), (), (), group, lengths.device)
+        made._pieces = Pieces(
+            rows[:-1], None, starts[:-1], lengths, rows, longest=1, most_keys=most_keys, pieces=pieces, group=group
+        )
+        return made
 
     @property
     def calls(self) -> int:
         """Attention kernels in a layer, without merging."""
-        return len(self._alone) + len(self._calls) + (self._main is not None) + (self._pieces is not None)
+        made = (self._decodes, self._main, self._pieces)
+        return len(self._alone) + sum(call is not None for call in made)
 
     def attend(
         self,
@@ -101,18 +136,106 @@ class SplitPass:
         for rows, reach in self._alone:
             assert alone is not None, "a plan names this way only where there is a kernel for it"
             output[rows] = alone(query[rows], keys[reach], values[reach], scale=scale)
-        for call in self._calls:
-            call.put(output, call.attend(kernel, query, keys, values, scale))
-        if self._pieces is None:
-            if self._main is not None:
-                self._main.put(output, self._main.attend(kernel, query, keys, values, scale))
-            return
+        if self._decodes is not None:
+            self._decodes.put(output, self._decodes.attend(kernel, query, keys, values, scale))
         own: Parts | None = None
-        if self._main is not None:
+        if self._main is not None and self._pieces is None:
+            self._main.put(output, self._main.attend(kernel, query, keys, values, scale))
+        elif self._main is not None:
             found, lse = self._main.attend(kernel, query, keys, values, scale, return_lse=True)
             self._main.put(output, found)
-            own = Parts(found.unflatten(1, (keys.shape[1], -1)), lse.unflatten(0, (keys.shape[1], -1)).permute(2, 0, 1))
-        self._pieces.attend(kernel, query, keys, values, scale, own, output)
+            own = causal_part(found, lse, keys.shape[1])
+        if self._pieces is not None:
+            self._pieces.attend(kernel, query, keys, values, scale, own, output)
+
+
+class Pieces:
+    """Split keys of some segments, as sequences of one call, and how to merge them.
+
+    Everything about them is in tensors, so that a captured pass splits what its sequences have when it is replayed: a
+    short one has pieces without keys. All tensors are int32.
+
+    Args:
+        target: the segments' rows in the pass.
+        own_rows: their rows in the causal call; None if the pieces have all keys.
+        first_keys: where each segment's first key lies.
+        keys_before: the keys of each that are split.
+        query_starts: where each segment begins in `target`, and the end of the last.
+        longest: most queries of a segment.
+        most_keys: most keys that are split.
+        pieces: most pieces of a segment.
+        group: query heads that share a KV head.
+    """
+
+    def __init__(
+        self,
+        target: torch.Tensor,
+        own_rows: torch.Tensor | None,
+        first_keys: torch.Tensor,
+        keys_before: torch.Tensor,
+        query_starts: torch.Tensor,
+        *,
+        longest: int,
+        most_keys: int,
+        pieces: int,
+        group: int,
+    ) -> None:
+        rows, device = len(target), target.device
+        self._size = piece_size(most_keys, pieces)
+        pieces = -(-most_keys // self._size)
+        self._target, self._own_rows, self._group = target, own_rows, group
+        self._repeated = target.repeat(pieces)
+        self._max_q, self._max_k = longest * group, min(self._size, most_keys)
+        numbers = torch.arange(pieces, dtype=torch.int32, device=device)[:, None]
+        starts = ((numbers * rows + query_starts[:-1]) * group).flatten()
+        self._starts = torch.cat((starts, starts.new_full((1,), pieces * rows * group)))
+        keys = (numbers * self._size + first_keys).flatten()
+        self._keys = torch.cat((keys, keys[-1:] + self._size))
+        self._used = (keys_before - numbers * self._size).clamp(0, self._size).flatten()
+
+    def attend(
+        self,
+        kernel: VarlenKernel,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        own: Parts | None,
+        output: torch.Tensor,
+    ) -> None:
+        """Write the segments' rows of `output`. own: the causal call's, unless the pieces have all keys."""
+        by_row = query.unflatten(1, (keys.shape[1], self._group)).transpose(1, 2)
+        found, lse = kernel(
+            by_row.index_select(0, self._repeated).flatten(0, 1),
+            keys,
+            values,
+            self._starts,
+            self._keys,
+            self._max_q,
+            self._max_k,
+            scale=scale,
+            window_size=(-1, -1),
+            enable_gqa=False,
+            seqused_k=self._used,
+            return_lse=True,
+        )
+        parts = Parts(
+            found.unflatten(0, (-1, self._group)).transpose(1, 2), lse.unflatten(1, (-1, self._group)).permute(1, 0, 2)
+        )
+        assert (own is None) == (self._own_rows is None)
+        merge(
+            output, self._target, parts, None if own is None or self._own_rows is None else OwnPart(own, self._own_rows)
+        )
+
+
+def piece_size(keys: int, pieces: int) -> int:
+    """Keys of each of at most `pieces` pieces: `piece_size(300, 2)` is 256, the second piece has the other 44."""
+    return -(-keys // (pieces * PIECE_MULTIPLE)) * PIECE_MULTIPLE
+
+
+def causal_part(output: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Parts:
+    """A kernel's ``[rows, heads, head_dim]`` and ``[heads, rows]`` as a part."""
+    return Parts(output.unflatten(1, (kv_heads, -1)), lse.unflatten(0, (kv_heads, -1)).permute(2, 0, 1))
 
 
 class _Call:
@@ -160,82 +283,7 @@ class _Call:
         output[self._rows] = found
 
 
-class _Pieces:
-    """The pieces of all split segments as sequences of one call, and how to merge them."""
-
-    def __init__(
-        self,
-        pieces: dict[int, int],
-        segments: Sequence[Segment],
-        starts: Sequence[int],
-        rows: Sequence[range],
-        own_rows: dict[int, int],
-        group: int,
-        device: torch.device,
-    ) -> None:
-        queries: list[int] = []
-        sequences: list[tuple[int, int]] = []  # first and number of keys
-        lengths: list[int] = []
-        merged: list[tuple[int, int, int, int, int]] = []
-        for number, count in pieces.items():
-            segment, first = segments[number], len(queries)
-            parts = cut(segment.stop if len(segment) == 1 else segment.start, count)
-            sequences += [(starts[number] + start, stop - start) for start, stop in parts]
-            lengths += [len(segment) * group] * len(parts)
-            queries += [*rows[number]] * len(parts)
-            own = own_rows.get(number)
-            merged += [
-                (first + row, len(segment), len(parts), -1 if own is None else own + row, rows[number][row])
-                for row in range(len(segment))
-            ]
-        self._group = group
-        self._max_q, self._max_k = max(lengths), max(count for _, count in sequences)
-        self._queries, self._starts, self._keys, self._used = uploaded(
-            [
-                queries,
-                [0, *itertools.accumulate(lengths)],
-                [*(first for first, _ in sequences), sum(sequences[-1])],
-                [count for _, count in sequences],
-            ],
-            torch.int32,
-            device,
-        )
-        self._merged = MergeRows.of(merged, device)
-
-    def attend(
-        self,
-        kernel: VarlenKernel,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        own: Parts | None,
-        output: torch.Tensor,
-    ) -> None:
-        kv_heads = keys.shape[1]
-        by_row = query.unflatten(1, (kv_heads, self._group)).transpose(1, 2)
-        repeated = by_row.index_select(0, self._queries).flatten(0, 1)
-        found, lse = kernel(
-            repeated,
-            keys,
-            values,
-            self._starts,
-            self._keys,
-            self._max_q,
-            self._max_k,
-            scale=scale,
-            window_size=(-1, -1),
-            enable_gqa=False,
-            seqused_k=self._used,
-            return_lse=True,
-        )
-        parts = Parts(
-            found.unflatten(0, (-1, self._group)).transpose(1, 2), lse.unflatten(1, (-1, self._group)).permute(1, 0, 2)
-        )
-        merge(output, self._merged, parts, own)
-
-
-def _rows(parts: Sequence[range], device: torch.device) -> _Rows:
+def _rows(parts: Sequence[range], device: torch.device) -> slice | torch.Tensor:
     """The rows as a slice where they follow each other."""
     if all(before.stop == after.start for before, after in itertools.pairwise(parts)):
         return slice(parts[0].start, parts[-1].stop)

@@ -24,7 +24,7 @@ def heads_of(*points: CostPoint) -> HeadCosts:
 def way_of(plan: PassPlan) -> str:
     """The way of a batch of equal sequences."""
     ways = {TOGETHER: bool(plan.together or plan.decodes), ALONE: bool(plan.alone)}
-    ways |= {f"split {count}": True for count in plan.split.values()}
+    ways[f"split {plan.pieces}"] = bool(plan.split)
     (way,) = (name for name, used in ways.items() if used)
     return way
 
@@ -69,8 +69,9 @@ def test_long_prompts_are_planned_apart_from_short_ones_and_from_decodes() -> No
     assert plan([*decodes, 128, *[128] * 3], [9000] * 4 + [32768 + 128, *short]) == PassPlan(
         together=(5, 6, 7), decodes=(0, 1, 2, 3), alone=(4,)
     )
-    assert plan([128] * 11, [32768 + 128] * 8 + short) == PassPlan(
-        together=(8, 9, 10), split=dict.fromkeys(range(8), 8)
+    assert plan([128] * 11, [32768 + 128] * 8 + short) == PassPlan(together=(8, 9, 10), split=tuple(range(8)), pieces=8)
+    assert plan([128], [32768 + 128], captured=True) == PassPlan(split=(0,), pieces=8), (
+        "a replay fixes no place of keys"
     )
     without_split = CheapestPlan(costs, can_split=False, can_alone=True)
     assert without_split([128] * 8, [32768 + 128] * 8).one_call

@@ -8,8 +8,9 @@ faster there: a call for this sequence alone, in which the kernel splits its key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from prefixd.worker.attention.choice.cost_table import ALONE, TOGETHER, HeadCosts, pieces_of, split
 
@@ -25,13 +26,14 @@ class PassPlan:
     """The calls of a pass, by the numbers of its segments.
 
     together: in one causal call.  decodes: segments of one query, in a call of their own.  alone: a call for each.
-    split: by segment, the pieces that the keys before it are split into; all pieces are in one call.
+    split: segments whose keys before their first query are split into `pieces` pieces; all pieces are in one call.
     """
 
     together: tuple[int, ...] = ()
     decodes: tuple[int, ...] = ()
     alone: tuple[int, ...] = ()
-    split: dict[int, int] = field(default_factory=dict)
+    split: tuple[int, ...] = ()
+    pieces: int = 0
 
     @property
     def one_call(self) -> bool:
@@ -39,25 +41,36 @@ class PassPlan:
         return not self.alone and not self.split and not (self.together and self.decodes)
 
 
-Plan = Callable[[Sequence[int], Sequence[int]], PassPlan]
-"""Plans a pass by the queries of each segment, and the keys that the last of them sees."""
+class Plan(Protocol):
+    """Plans a pass."""
+
+    def __call__(self, queries: Sequence[int], keys: Sequence[int], captured: bool = False) -> PassPlan:
+        """The calls of a pass.
+
+        queries: of each segment.  keys: that the last query of each sees.
+        captured: the pass will be replayed for other sequences, so none can be alone: its keys' place would be fixed.
+        """
+        ...
 
 
-def plain(queries: Sequence[int], keys: Sequence[int]) -> PassPlan:
+def plain(queries: Sequence[int], keys: Sequence[int], captured: bool = False) -> PassPlan:
     """One call for everything."""
-    del keys
+    del keys, captured
     return PassPlan(together=tuple(range(len(queries))))
 
 
-def split_long(queries: Sequence[int], keys: Sequence[int]) -> PassPlan:
-    """Decodes apart; every long prefix split, whether that is faster or not."""
+def split_long(queries: Sequence[int], keys: Sequence[int], captured: bool = False) -> PassPlan:
+    """Decodes apart; every long prefix of a prompt split, whether that is faster or not."""
+    del captured
     prompts = [segment for segment, count in enumerate(queries) if count > 1]
     long = [segment for segment in prompts if keys[segment] - queries[segment] >= _LEAST_PREFIX]
-    pieces = {segment: _USUAL_PIECES for segment in long if may_split(queries[segment], keys[segment], _USUAL_PIECES)}
+    pieces = _USUAL_PIECES
+    chosen = [segment for segment in long if may_split(queries[segment], keys[segment], pieces)]
     return PassPlan(
-        together=tuple(segment for segment in prompts if segment not in pieces),
+        together=tuple(segment for segment in prompts if segment not in chosen),
         decodes=tuple(segment for segment, count in enumerate(queries) if count == 1),
-        split=pieces,
+        split=tuple(chosen),
+        pieces=pieces if chosen else 0,
     )
 
 
@@ -79,41 +92,45 @@ class CheapestPlan:
         self._splits = SPLITS if can_split else ()
         self._alone = (ALONE,) if can_alone else ()
 
-    def __call__(self, queries: Sequence[int], keys: Sequence[int]) -> PassPlan:
+    def __call__(self, queries: Sequence[int], keys: Sequence[int], captured: bool = False) -> PassPlan:
         """Decodes are planned as one batch; prompts in batches of prompts of about one length, the longest first."""
         decodes = [segment for segment, count in enumerate(queries) if count == 1]
         prompts = [segment for segment, count in enumerate(queries) if count > 1]
         prompts.sort(key=keys.__getitem__, reverse=True)
-        alone: list[int] = []
-        pieces: dict[int, int] = {}
+        chosen: list[tuple[str, int]] = []  # way and segment
         if decodes:
-            way = self._cheapest(1, len(decodes), max(keys[segment] for segment in decodes) - 1)
+            way = self._cheapest(1, len(decodes), max(keys[segment] for segment in decodes) - 1, captured)
             if way != TOGETHER:
-                _assign(way, decodes, alone, pieces)
+                chosen += [(way, segment) for segment in decodes]
                 decodes = []
         while prompts:
             first = prompts[0]
             work = sum(queries[segment] * keys[segment] for segment in prompts)
             batch = max(1, round(work / (queries[first] * keys[first])))
-            way = self._cheapest(queries[first], batch, keys[first] - queries[first])
+            way = self._cheapest(queries[first], batch, keys[first] - queries[first], captured)
             if way == TOGETHER:
                 break
             alike = [segment for segment in prompts if 2 * keys[segment] > keys[first]]
-            _assign(way, alike, alone, pieces)
+            chosen += [(way, segment) for segment in alike]
             prompts = prompts[len(alike) :]
-        for segment, count in list(pieces.items()):
-            if not may_split(queries[segment], keys[segment], count):
-                del pieces[segment]
+        pieces = max(pieces_of(way) for way, _ in chosen) if chosen else 0
+        alone, splits = [], []
+        for way, segment in chosen:
+            if way == ALONE:
+                alone.append(segment)
+            elif may_split(queries[segment], keys[segment], pieces):
+                splits.append(segment)
+            else:
                 (prompts if queries[segment] > 1 else decodes).append(segment)
-        return PassPlan(tuple(sorted(prompts)), tuple(decodes), tuple(sorted(alone)), pieces)
+        return PassPlan(
+            together=tuple(sorted(prompts)),
+            decodes=tuple(decodes),
+            alone=tuple(sorted(alone)),
+            split=tuple(sorted(splits)),
+            pieces=pieces if splits else 0,
+        )
 
-    def _cheapest(self, queries: int, batch: int, tokens: int) -> str:
+    def _cheapest(self, queries: int, batch: int, tokens: int, captured: bool) -> str:
         splits = [split(count) for count in self._splits if may_split(queries, tokens + queries, count)]
-        return self._costs.cheapest(queries, batch, max(tokens, 1), (*self._alone, *splits))
-
-
-def _assign(way: str, segments: Sequence[int], alone: list[int], pieces: dict[int, int]) -> None:
-    if way == ALONE:
-        alone += segments
-    else:
-        pieces.update(dict.fromkeys(segments, pieces_of(way)))
+        alone = () if captured else self._alone
+        return self._costs.cheapest(queries, batch, max(tokens, 1), (*alone, *splits))

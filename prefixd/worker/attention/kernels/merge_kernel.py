@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from prefixd.worker.to_device import uploaded
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
@@ -27,58 +25,36 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MergeRows:
-    """Which rows of the parts make each row of the result, all ``[results]`` in int32.
+class OwnPart:
+    """A further part: row `rows[i]` of `parts` is result i's; ``[results]`` in int32."""
 
-    The parts of result i are ``first[i] + p * step[i]`` for p below ``count[i]``, and row ``own[i]`` of further parts
-    if that is not negative. ``target[i]`` is its row in the output.
+    parts: Parts
+    rows: torch.Tensor
+
+
+def merge(output: torch.Tensor, target: torch.Tensor, parts: Parts, own: OwnPart | None = None) -> None:
+    """Write result i, of n, into row `target[i]` of output ``[rows, heads, dim]``.
+
+    Its parts are the rows i, n + i, 2n + i and so on of `parts`, and its row of `own`. Query head h of the output is
+    ``(h // group, h % group)`` of the parts. target: ``[n]`` in int32.
     """
-
-    first: torch.Tensor
-    step: torch.Tensor
-    count: torch.Tensor
-    own: torch.Tensor
-    target: torch.Tensor
-    most: int
-
-    @classmethod
-    def of(cls, rows: list[tuple[int, int, int, int, int]], device: torch.device) -> MergeRows:
-        """From (first, step, count, own, target) of each result; one upload."""
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        first, step, count, own, target = uploaded(columns, torch.int32, device)
-        return cls(first, step, count, own, target, max(columns[2]))
-
-
-def merge(output: torch.Tensor, rows: MergeRows, parts: Parts, own: Parts | None = None) -> None:
-    """Write the results into ``output[row, heads, dim]``; query head h is ``(h // group, h % group)`` of the parts."""
     if output.is_cuda and _triton_is_there():
         from prefixd.worker.attention.kernels import merge_triton
 
-        merge_triton.merge(output, rows, parts, own)
+        merge_triton.merge(output, target, parts, own)
     else:
-        merge_in_torch(output, rows, parts, own)
+        merge_in_torch(output, target, parts, own)
 
 
-def merge_in_torch(output: torch.Tensor, rows: MergeRows, parts: Parts, own: Parts | None = None) -> None:
+def merge_in_torch(output: torch.Tensor, target: torch.Tensor, parts: Parts, own: OwnPart | None = None) -> None:
     """As `merge`, in a dozen operators of torch."""
-    part = torch.arange(rows.most, device=output.device, dtype=torch.int32)
-    seen = part < rows.count[:, None]
-    index = torch.where(seen, rows.first[:, None] + part * rows.step[:, None], 0).flatten()
-    shape = (len(rows.first), rows.most, output.shape[1])
-    lse = parts.lse.index_select(0, index).reshape(shape)
-    values = parts.output.index_select(0, index).reshape(*shape, output.shape[2])
-    lse = lse.masked_fill(~seen[:, :, None] | lse.isinf(), -torch.inf)
+    lse, values = (states.unflatten(0, (-1, len(target))).flatten(2, 3) for states in (parts.lse, parts.output))
     if own is not None:
-        has_own = rows.own >= 0
-        mine = rows.own.clamp(min=0)
-        own_lse = own.lse.index_select(0, mine).reshape(shape[0], 1, shape[2])
-        own_lse = own_lse.masked_fill(~has_own[:, None, None] | own_lse.isinf(), -torch.inf)
-        lse = torch.cat((lse, own_lse), dim=1)
-        own_values = own.output.index_select(0, mine).reshape(shape[0], 1, *output.shape[1:])
-        values = torch.cat((values, own_values), dim=1)
-    weights = lse.softmax(dim=1)[..., None]
-    merged = (weights * values.masked_fill(weights == 0, 0)).sum(dim=1)
-    output.index_copy_(0, rows.target.long(), merged.to(output.dtype))
+        lse = torch.cat((lse, own.parts.lse.index_select(0, own.rows).flatten(1, 2)[None]))
+        values = torch.cat((values, own.parts.output.index_select(0, own.rows).flatten(1, 2)[None]))
+    weights = lse.masked_fill(lse.isinf(), -torch.inf).softmax(dim=0)[..., None]
+    merged = (weights * values.masked_fill(weights == 0, 0)).sum(dim=0)
+    output.index_copy_(0, target.long(), merged.to(output.dtype))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from prefixd.worker.attention.kernels.merge_kernel import MergeRows, Parts
+    from prefixd.worker.attention.kernels.merge_kernel import OwnPart, Parts
 
 
 @triton.jit
@@ -24,10 +24,15 @@ def _add_part(most, total, result, value_at, lse_at, dim, dims):
     return larger, total * before + weight, result * before + tl.where(weight > 0, values * weight, 0.0)
 
 
-@triton.jit
+# These differ from pass to pass; a kernel made for some of their values would be compiled while requests wait.
+_OF_THE_PASS = ["results", "pieces", "lse_row", "lse_kv", "lse_group", "own_lse_row", "own_lse_kv", "own_lse_group"]
+
+
+@triton.jit(do_not_specialize=_OF_THE_PASS)
 def _merge(
     output,
     output_row,
+    target,
     parts,
     part_row,
     part_kv,
@@ -44,11 +49,9 @@ def _merge(
     own_lse_row,
     own_lse_kv,
     own_lse_group,
-    first,
-    step,
-    count,
     own_of,
-    target,
+    results,
+    pieces,
     group,
     dims,
     HAS_OWN: tl.constexpr,
@@ -59,9 +62,8 @@ def _merge(
     dim = tl.arange(0, BLOCK)
     most, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
     result = tl.zeros((BLOCK,), tl.float32)
-    at = tl.load(first + row).to(tl.int64)
-    distance = tl.load(step + row).to(tl.int64)
-    for _ in range(tl.load(count + row)):
+    for piece in range(pieces):
+        at = (piece * results + row).to(tl.int64)
         most, total, result = _add_part(
             most,
             total,
@@ -71,43 +73,41 @@ def _merge(
             dim,
             dims,
         )
-        at += distance
     if HAS_OWN:
         mine = tl.load(own_of + row).to(tl.int64)
-        if mine >= 0:
-            most, total, result = _add_part(
-                most,
-                total,
-                result,
-                own + mine * own_row + kv * own_kv + member * own_group,
-                own_lse + mine * own_lse_row + kv * own_lse_kv + member * own_lse_group,
-                dim,
-                dims,
-            )
+        most, total, result = _add_part(
+            most,
+            total,
+            result,
+            own + mine * own_row + kv * own_kv + member * own_group,
+            own_lse + mine * own_lse_row + kv * own_lse_kv + member * own_lse_group,
+            dim,
+            dims,
+        )
     into = output + tl.load(target + row).to(tl.int64) * output_row + head * dims + dim
     tl.store(into, (result / total).to(output.dtype.element_ty), mask=dim < dims)
 
 
-def merge(output: torch.Tensor, rows: MergeRows, parts: Parts, own: Parts | None) -> None:
+def merge(output: torch.Tensor, target: torch.Tensor, parts: Parts, own: OwnPart | None) -> None:
     """As `merge_kernel.merge`."""
-    mine = parts if own is None else own
+    further = parts if own is None else own.parts
     heads, dims = output.shape[1:]
-    _merge[(len(rows.first), heads)](
+    results = len(target)
+    _merge[(results, heads)](
         output,
         output.stride(0),
+        target,
         parts.output,
         *parts.output.stride()[:3],
         parts.lse,
         *parts.lse.stride(),
-        mine.output,
-        *mine.output.stride()[:3],
-        mine.lse,
-        *mine.lse.stride(),
-        rows.first,
-        rows.step,
-        rows.count,
-        rows.own,
-        rows.target,
+        further.output,
+        *further.output.stride()[:3],
+        further.lse,
+        *further.lse.stride(),
+        target if own is None else own.rows,
+        results,
+        parts.lse.shape[0] // results,
         parts.output.shape[2],
         dims,
         HAS_OWN=own is not None,

@@ -90,6 +90,13 @@ class WorkerSettings(Section):
     kv: Literal["virtual", "paged"] = "virtual"
     """How the worker addresses a request's KV: in contiguous addresses to which its blocks are mapped (virtual;
     vTensor, vAttention), or in blocks through a block table (paged; PagedAttention), a baseline to measure against."""
+    attention: Literal["auto", "plain", "split"] = "auto"
+    """The kernels that compute attention on CUDA. auto: for each step what was measured to be fastest on this kind of
+    device. plain: torch's flash attention in one call for the whole step. split: prefixes of prompts from 2,048 tokens
+    on always in 8 pieces, which are merged. The last two are for comparison."""
+    attention_costs: AbsolutePath | None = None
+    """The file by which attention = "auto" chooses, as benchmarks.gpu writes it beside its result. Without one:
+    figures of an H100 or H200 that come with prefixd."""
     groups: Literal["by_rule", "one"] = "by_rule"
     """The KV that is kept for models with different kinds of layers. by_rule: for each layer the part that its rule
     needs (Jenga). one: everything for all layers, in pages of one size, as a baseline to measure against: layers with
@@ -164,6 +171,11 @@ class WorkerSettings(Section):
     def _check_models(self) -> Self:
         if self.embedded and self.model is not None:
             raise ValueError(f"worker.embedded and worker.model = {self.model} are both set; keep one of them")
+        if self.attention_costs is not None and self.attention != "auto":
+            raise ValueError(
+                f'worker.attention_costs = {self.attention_costs} is for worker.attention = "auto", not '
+                f'"{self.attention}"; leave one of them out'
+            )
         if self.draft_model is not None:
             if not self.enabled:
                 raise ValueError(

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from prefixd.worker.attention.choice.backend_choice import choose_attention
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.engine import Engine
 from prefixd.worker.load_graphs import load_graphs
@@ -16,7 +17,7 @@ from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.memory.make_kv import make_kv
 from prefixd.worker.memory.shared_frames import SharedFrames
-from prefixd.worker.model import CausalModel, choose_attention, load_model
+from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.operators import Operators
 from prefixd.worker.readiness import Readiness
 from prefixd.worker.spec.model_spec import read_model_spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -16,18 +16,11 @@ from safetensors import SafetensorError
 from prefixd.worker.attention.attention import (
     ATTENTION_NAME,
     AttentionBackend,
-    AttentionKind,
-    GroupedAttention,
-    refusal,
     register_attention,
 )
 from prefixd.worker.attention.captured import CapturedStep
-from prefixd.worker.attention.chunked_attention import ChunkedAttention
+from prefixd.worker.attention.choice.backend_choice import choose_attention
 from prefixd.worker.attention.cross_attention import CrossStep
-from prefixd.worker.attention.flash_attention import FlashAttention
-from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
-from prefixd.worker.attention.kernels.flash_kernels import find_kernel
-from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.images import FeatureStore, ImageEncoder, attention_names, image_kind, read_processor
 from prefixd.worker.memory.grouped_kv import GroupedStep, places
 from prefixd.worker.memory.kv_cache import StepCache
@@ -37,7 +30,6 @@ from prefixd.worker.operators import Operators, Rewritten, rewrite
 from prefixd.worker.recurrent import RecurrentLayers, StateSegment, check_resume
 from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.spec.model_spec import ModelSpec, auto_class
-from prefixd.worker.spec.probe import AttentionLayer
 from prefixd.worker.to_device import UnreadTokens, to_device
 from prefixd.worker_protocol.errors import ModelError
 
@@ -311,55 +303,6 @@ def load_model(spec: ModelSpec, *, paged: bool = False, operators: Operators = "
     return result
 
 
-def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBackend:
-    """The attention backend for the model's device. Raises ModelError if none can compute it."""
-    both_ways = spec.images is not None and spec.images.both_ways
-    kinds = {layer.layer: _kind(layer, both_ways) for layer in spec.attention}
-    dtype = getattr(torch, spec.dtype)
-    if paged and spec.draft is not None:
-        raise ModelError(
-            f"model {str(spec.path)!r} has a draft beside it, and block tables hold one model's KV: set worker.kv to "
-            '"virtual" or leave worker.draft_model out'
-        )
-    if spec.device.type == "cpu":
-        tiles = TileAttention(spec.block_tokens, dtype, [layer for layer in kinds if kinds[layer].expanded])
-        return _with_chunks(tiles, kinds.values())
-    if not spec.attention:
-        return TileAttention(spec.block_tokens, dtype)  # never called
-    if not spec.groups.own.alone:
-        return GroupedAttention(_choose_on_cuda(spec, kinds, paged=paged))
-    return _choose_on_cuda(spec, kinds, paged=paged)
-
-
-def _choose_on_cuda(spec: ModelSpec, kinds: Mapping[int, AttentionKind], *, paged: bool) -> AttentionBackend:
-    dtype = getattr(torch, spec.dtype)
-    geometry = max((group.geometry for group in spec.groups.own.attention), key=lambda shape: shape.head_dim)
-    kernel = find_kernel(geometry.head_dim, dtype, spec.device, block_table=paged)
-    if kernel is None and paged:
-        raise ModelError(
-            f'worker.kv = "paged" needs a kernel that takes block tables: torch 2.12 or newer (this is '
-            f"{torch.__version__}), 16-bit KV and a head size of up to 256 in eights (this is {geometry.dtype}, "
-            f'{geometry.head_dim}); set worker.kv to "virtual"'
-        )
-    if kernel is not None:
-        flash = _with_chunks(FlashAttention(kernel), kinds.values())
-        refused = refusal(flash, kinds.values())
-        if refused is None:
-            return flash
-        if paged:
-            raise ModelError(f'{refused}; set worker.kv to "virtual"')
-    flex = _with_chunks(FlexAttention(geometry.block_tokens), kinds.values())
-    if refused := refusal(flex, kinds.values()):
-        raise ModelError(refused)
-    for group in spec.groups.own.attention:
-        check_reach(group.geometry, spec.sequence_capacity)
-    return flex
-
-
-def _with_chunks(backend: AttentionBackend, kinds: Iterable[AttentionKind]) -> AttentionBackend:
-    return ChunkedAttention(backend) if any(kind.chunk is not None for kind in kinds) else backend
-
-
 class WithState(Protocol):
     """A sequence of a model with recurrent layers."""
 
@@ -410,12 +353,6 @@ class _PlainMemory:
         segments = [Segment(self._sequence, start, stop)]
         steps = [VirtualStep(kv, segments, [0]) for kv in self._kv]
         return steps[0] if self._groups.alone else GroupedStep(segments, steps, places(self._groups.attention))
-
-
-def _kind(layer: AttentionLayer, both_ways: bool) -> AttentionKind:
-    """The kind of a layer's attention; its sinks are a meta tensor."""
-    sinks = torch.empty(layer.query_heads, device="meta") if layer.sinks else None
-    return AttentionKind(layer.window, layer.softcap, sinks, layer.expanded, both_ways, layer.chunk)
 
 
 def _padded(rows: int) -> int:

@@ -31,6 +31,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     operators: how far the model's layers are rewritten to have fewer operators, see `worker.operators`; "auto": "fused"
         on CUDA, "model" on a CPU.
     async_scheduling: on CUDA, queue a pass before the tokens of the one before it are read; not with a draft.
+    attention: which kernels compute attention on CUDA, see `prefixd.settings.inference.WorkerSettings`.
+    attention_costs: file with the costs of the device, by which "auto" chooses; empty: what comes with prefixd.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     groups: "by_rule" keeps of each layer what its rule needs, "one" has one page size and one rule for all layers, for
         comparison; see `plan_groups`.
@@ -56,6 +58,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     async_scheduling: bool = True
     cuda_graphs_seconds: NotNegative = 20
     operators: Literal["auto", "model", "merged", "fused"] = "auto"
+    attention: Literal["auto", "plain", "split"] = "auto"
+    attention_costs: str = ""
     kv: Literal["virtual", "paged"] = "virtual"
     groups: Literal["by_rule", "one"] = "by_rule"
     draft_model: str = ""

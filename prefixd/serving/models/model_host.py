@@ -99,6 +99,8 @@ class ModelHost:
                 # Twice as many as run at once: ended ones keep their mappings for requests that come back. And a beam
                 # search that is wider than the limit, of which only one runs at a time.
                 max_sequences=2 * worker.max_running + MOST_BEAMS,
+                attention=worker.attention,
+                attention_costs="" if worker.attention_costs is None else os.fspath(worker.attention_costs),
                 kv=worker.kv,
                 groups=worker.groups,
                 feature_bytes=worker.feature_bytes,

@@ -58,6 +58,7 @@ class SplitPass:
             whole = [(starts[number], segments[number].stop) for number in plan.decodes]
             self._decodes = _Call([rows[number] for number in plan.decodes], whole, device)
         causal = set(plan.split) if any(len(segments[number]) > 1 for number in plan.split) else set()
+        self._causal = bool(causal)  # the pieces do not have all keys
         own_rows: dict[int, range] = {}
         self._main: _Call | None = None
         if plan.together or causal:
@@ -139,12 +140,12 @@ class SplitPass:
         if self._decodes is not None:
             self._decodes.put(output, self._decodes.attend(kernel, query, keys, values, scale))
         own: Parts | None = None
-        if self._main is not None and self._pieces is None:
-            self._main.put(output, self._main.attend(kernel, query, keys, values, scale))
-        elif self._main is not None:
+        if self._main is not None and self._causal:
             found, lse = self._main.attend(kernel, query, keys, values, scale, return_lse=True)
             self._main.put(output, found)
             own = causal_part(found, lse, keys.shape[1])
+        elif self._main is not None:
+            self._main.put(output, self._main.attend(kernel, query, keys, values, scale))
         if self._pieces is not None:
             self._pieces.attend(kernel, query, keys, values, scale, own, output)
 

@@ -53,6 +53,7 @@ class ModelSpec:
     feature_bytes: most bytes of embeddings that are kept, images_per_prompt: most images of a prompt, by the settings.
     draft: the model that proposes tokens, if there is one; its `groups` are its own. draft_tokens: how many in a round.
     pixels_fd: of the memory with the pixels of images, by the settings.
+    attention_way, attention_costs: `worker.attention`, and the file with the costs of this device; empty: none.
     """
 
     path: Path
@@ -76,6 +77,8 @@ class ModelSpec:
     draft: ModelSpec | None = None
     draft_tokens: int = 0
     pixels_fd: int = -1
+    attention_way: str = "auto"
+    attention_costs: str = ""
 
     @property
     def images_apart(self) -> bool:
@@ -279,6 +282,8 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         feature_bytes=settings.feature_bytes,
         images_per_prompt=settings.images_per_prompt,
         pixels_fd=settings.pixels_fd,
+        attention_way=settings.attention,
+        attention_costs=settings.attention_costs,
     )
 
 

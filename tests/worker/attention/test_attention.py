@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engines.varlen_reference import varlen_reference
-from prefixd.worker.attention import flex_attention
+from benchmarks.engines.varlen_reference import alone_reference, varlen_reference
+from prefixd.worker.attention import flex_attention, split_prefix
+from prefixd.worker.attention.choice import backend_choice
+from prefixd.worker.attention.choice.backend_choice import choose_attention
+from prefixd.worker.attention.choice.pass_plan import CheapestPlan, PassPlan, plain, split_long
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
 from prefixd.worker.attention.kernels.flash_kernels import find_kernel
 from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.memory.virtual_kv import VirtualStep
-from prefixd.worker.model import choose_attention
 from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.worker_settings import WorkerSettings
@@ -92,6 +94,43 @@ def test_one_call_a_layer_whatever_is_in_the_batch(rig_with, kv, batch):
     alone = rig_with(None)
     for seed, request in enumerate(requests):
         assert rig.tokens[request] == alone.generate(random_tokens(seed, 3 + 9 * seed), max_tokens=3)
+
+
+def test_the_setting_chooses_the_plan(llama_directory, monkeypatch):
+    spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096))
+    assert isinstance(backend_choice._flash(spec, varlen_reference, spec.geometry).plan, CheapestPlan)
+    by_setting = {"plain": plain, "split": split_long}
+    for way, plan in by_setting.items():
+        asked = dataclasses.replace(spec, attention_way=way)
+        assert backend_choice._flash(asked, varlen_reference, spec.geometry).plan is plan
+    monkeypatch.setattr(backend_choice, "why_no_lse", lambda *_: "the kernel returns none")
+    with pytest.raises(ModelError, match=r'worker.attention = "split".*the kernel returns none.*"auto" or "plain"'):
+        backend_choice._flash(asked, varlen_reference, spec.geometry)
+    assert isinstance(backend_choice._flash(spec, varlen_reference, spec.geometry).plan, CheapestPlan)
+
+
+def test_planned_passes_generate_the_same_tokens(rig_with, monkeypatch):
+    monkeypatch.setattr(split_prefix, "PIECE_MULTIPLE", 16)
+    used = set()
+
+    def plan(queries: Sequence[int], keys: Sequence[int], captured: bool = False) -> PassPlan:
+        """Prompts with a prefix are split or alone, every other one; decodes apart, every third of them split."""
+        ways = {"together": [], "decodes": [], "alone": [], "split": []}
+        for number, (count, last) in enumerate(zip(queries, keys, strict=True)):
+            behind = "split" if number % 2 else "alone"
+            way = ("split" if last % 3 == 0 else "decodes") if count == 1 else behind if last > count else "together"
+            ways[way].append(number)
+        used.add(frozenset(way for way, numbers in ways.items() if numbers))
+        return PassPlan(**{way: tuple(numbers) for way, numbers in ways.items()}, pieces=3)
+
+    prompts = [random_tokens(seed, length) for seed, length in enumerate((90, 7, 130, 40))]
+    alone = rig_with(None)
+    expected = [alone.generate(each, max_tokens=6) for each in prompts]
+    rig = rig_with(FlashAttention(varlen_reference, plan, alone_reference))
+    requests = [rig.start(each, max_tokens=6) for each in prompts]
+    rig.run()
+    assert [rig.tokens[request] for request in requests] == expected
+    assert {way for ways in used for way in ways} == {"together", "decodes", "alone", "split"}
 
 
 def test_flash_attention_never_reads_behind_the_last_token(rig_with, reference, kv):
@@ -221,8 +260,8 @@ def test_a_paged_worker_without_a_kernel_for_block_tables_is_refused_at_the_star
 
 
 def test_a_gpus_backend_is_chosen_by_what_the_layers_ask_for(llama_directory, monkeypatch):
-    monkeypatch.setattr("prefixd.worker.model.find_kernel", lambda *_, **__: varlen_reference)
-    spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096))
+    monkeypatch.setattr("prefixd.worker.attention.choice.backend_choice.find_kernel", lambda *_, **__: varlen_reference)
+    spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096, attention="plain"))
     on_a_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
 
     def asking(spec: ModelSpec, **asked: Any) -> ModelSpec:

@@ -24,7 +24,9 @@ TOKENS, DIM = 700, 16
 WAYS = ["together", "alone", "split"]
 
 segments_and_ways = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(1, TOKENS - 40), st.sampled_from(WAYS)), min_size=1, max_size=5
+    st.tuples(st.just(1) | st.integers(2, 40), st.integers(1, TOKENS - 40), st.sampled_from(WAYS)),
+    min_size=1,
+    max_size=5,
 )
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from prefixd.base.sampling import BeamSearch
-from prefixd.worker.model import CausalModel, choose_attention, load_model
+from prefixd.worker.attention.choice.backend_choice import choose_attention
+from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import Extend, passed_blocks

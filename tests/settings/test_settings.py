@@ -215,6 +215,10 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
             {"worker.embedded": True, "worker.draft_model": "/models/x", "worker.layout": "layer"},
             ['needs worker.layout = "token", not "layer"'],
         ),
+        (
+            {"worker.embedded": True, "worker.attention": "split", "worker.attention_costs": "/costs.json"},
+            ["worker.attention_costs = /costs.json", 'worker.attention = "auto", not "split"'],
+        ),
         ({"worker.draft_tokens": 65}, ["worker.draft_tokens = '65'", "64"]),
         ({"cpu.byte": 1}, ["no setting cpu.byte", "did you mean cpu.bytes?"]),
         ({"cpu": 1}, ["cpu is a section", "cpu.bytes"]),

@@ -205,7 +205,7 @@ def test_tokens_behind_the_blocks_of_a_job_are_not_saved(rank: Rank) -> None:
 
 
 def test_many_small_batches_make_the_same_copy(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixd.integrations.engine.copying.block_transfers._PIECES", 13)
+    monkeypatch.setattr("prefixd.integrations.engine.copying.part_copies._PIECES", 13)
     fill(rank)
     prefix = rank.prefix("batches", 48)
     rank.saved(prefix, range(1, 13))

@@ -204,11 +204,12 @@ def test_a_load_waits_for_a_step_that_still_reads_the_pages(rank: Rank, pages: A
 
 
 def test_a_load_by_layers_brings_every_layer(rank: Rank, pages: Any) -> None:
+    """In batches, the model's stream waits for a layer that is still on its way, and the host does not."""
     prefix = save(rank, pages, 1, 1)
     rank.settle()
     rank.load("r", prefix, range(20, 28), waits=True, fence=fence_of(0, pages.stream))
     for layer in range(LAYERS):
-        rank.transfers.wait_for_layer(layer)
+        rank.transfers.wait_for_layer(layer, pages.stream)
         assert np.array_equal(pages.read()[layer, 20:28], noise(1)[layer, 1:9])
     rank.transfers.wait_for_loads_of_step()
     assert rank.settle().loads["r"][1].failed_blocks == 0

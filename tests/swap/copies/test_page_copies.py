@@ -217,14 +217,20 @@ def test_an_error_leaves_the_memory_alone_and_the_next_copy_works(
     assert np.array_equal(seen, arena), "every copy had ended when it raised"
 
 
-def test_one_launch_moves_all_layers_of_a_batch(
-    engine: Engine, copies: PageCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """21 parts fit a half; neighbours on the host are one call, evenly spaced ones too."""
+def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the driver's calls from now on."""
     cuda = open_device(0)
     calls: Counter[str] = Counter()
     call = cuda.call
     monkeypatch.setattr(cuda, "call", lambda name, *rest: (calls.update([name]), call(name, *rest))[1])
+    return calls
+
+
+def test_one_launch_moves_all_layers_of_a_batch(
+    engine: Engine, copies: PageCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """21 parts fit a half; neighbours on the host are one call, evenly spaced ones too."""
+    calls = counted_calls(monkeypatch)
     arena = np.zeros((21, 2 * PART_BYTES), np.uint8)
     ids = np.random.default_rng(0).permutation(PAGES)[:63].reshape(21, BLOCKS)
     for apart, copied in ((PART_BYTES, "cuMemcpyDtoHAsync"), (2 * PART_BYTES, "cuMemcpy2DAsync")):
@@ -238,8 +244,11 @@ def test_one_launch_moves_all_layers_of_a_batch(
         assert (calls["cuLaunchKernel"], calls["cuStreamSynchronize"]) == (1, 0)
 
 
-def test_layers_in_turn_are_there_for_what_follows_their_mark(engine: Engine, copies: PageCopies) -> None:
-    """A stream that holds for the mark of a layer reads its pages, while later layers are still on their way."""
+def test_layers_in_turn_are_there_for_what_follows_their_mark(
+    engine: Engine, copies: PageCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that holds for the mark of a layer reads its pages, while later layers are still on their way. A layer
+    is one strided copy and one launch."""
     cuda = open_device(0)
     cuda.use_context()
     stream = cuda.call("cuStreamCreate", 1)
@@ -267,7 +276,9 @@ def test_layers_in_turn_are_there_for_what_follows_their_mark(engine: Engine, co
     asyncio.run(engine.copies.copy(engine.pairs(whole)))
     wanted = engine.read()
     engine.write(np.zeros(engine.mapped.nbytes, np.uint8))
+    calls = counted_calls(monkeypatch)
     asyncio.run(copies.scatter_in_turn(layers, lambda layer, mark: None))
+    assert calls["cuMemcpy2DAsync"] == calls["cuLaunchKernel"] == len(layers) and calls["cuEventSynchronize"] == 1
     assert np.array_equal(engine.read(), wanted)
     cuda.call("cuStreamDestroy", stream)
 

@@ -9,33 +9,32 @@ daemon have a time limit: the time of a copy or of a step of the model says noth
 from __future__ import annotations
 
 import asyncio
-import enum
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
-from prefixd.integrations.engine.copying.cuda_device import ArenaPin, Fence, computed_already
+from prefixd.integrations.engine.copying.cuda_device import ArenaPin, Fence, computed_already, computing_stream
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages
+from prefixd.integrations.engine.copying.layer_arrivals import LayerArrivals
+from prefixd.integrations.engine.copying.part_copies import Direction, PartAt, PartCopies
 from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
-from prefixd_swap import CopyEngine, PackedPages, PageCopies, SwapError
+from prefixd_swap import CopyEngine, PageCopies, StreamMark, SwapError
 
 _SAVE_PAUSE_S = 1.0
 _RETAIN_PAUSE_S = 60.0
 _ROOM_S = 2.0  # longest wait of a slice for memory that others hold; then the engine computes the rest
 _ROOM_PAUSE_S = 0.005
 _LONGEST_ROOM_PAUSE_S = 0.1
-_PIECES = 4096  # copied at a time: listing more of them would hold up the link's thread
 
 
 class Transfers:
@@ -69,9 +68,9 @@ class Transfers:
         self._rank = rank
         self._parts = geometry.parts_of(rank)
         self._counts_hits = rank == 0
-        self._engine = engine
-        self._page_copies = page_copies
+        self._copies = PartCopies(geometry, self._pages, engine, page_copies)
         self._counters = counters
+        self._ordinal = ordinal
         self._pin = ArenaPin(ordinal, link.log) if ordinal is not None else None
         self._changed = threading.Condition()
         self._outcomes = Outcomes()
@@ -79,15 +78,11 @@ class Transfers:
         self._failed_requests: dict[str, set[int]] = {}
         self._failed_ids: set[int] = set()
         self._loading = 0
-        self._layers_there: dict[str, int] = {}  # by request, layers that came, of loads that the step waits for
+        self._layers = LayerArrivals(len(self._pages[0].layers))
         self._saves: deque[tuple[SaveJob, Fence]] = deque()
         self._saving = False
         self._save_again_s = 0.0
         self._retain_again_s = 0.0
-        self._pieces_a_block = sum(
-            sum(map(len, group_pages.layers)) * (geometry.block_tokens // group.block_tokens)
-            for group, group_pages in zip(geometry.groups, self._pages, strict=True)
-        )
         if self._pin is not None:
             self._link.spawn(partial(self._pin_early, self._pin)).add_done_callback(link.report)
 
@@ -100,8 +95,8 @@ class Transfers:
         """
         with self._changed:
             self._loading += 1
-            if job.waits:
-                self._layers_there[job.request_id] = 0
+        if job.waits:
+            self._layers.begin(job.request_id)
         began_s = time.monotonic()
         there = Progress()
         future = self._link.spawn(lambda: self._load(job, fence, there))
@@ -116,15 +111,21 @@ class Transfers:
             self._saving = True
         self._link.spawn(self._run_saves).add_done_callback(self._link.report)
 
-    def wait_for_layer(self, layer: int) -> None:
-        """Waits until every load that this step computes on has the layer's bytes, or has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: all(there > layer for there in self._layers_there.values()))
+    def wait_for_layer(self, layer: int, stream: int | None = None) -> None:
+        """Waits until every load that this step computes on has the layer's bytes, or has failed.
+
+        On a GPU only `stream` waits for bytes that are on their way; None: the stream that torch computes in.
+        """
+
+        def hold(mark: StreamMark) -> None:
+            assert self._ordinal is not None, "a load without a GPU has no marks"
+            mark.hold(computing_stream(self._ordinal) if stream is None else stream)
+
+        self._layers.wait_for(layer, hold)
 
     def wait_for_loads_of_step(self) -> None:
         """Waits until every load that this step computes on has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._layers_there)
+        self._layers.wait_for_all()
 
     def wait_for_any(self, timeout_s: float) -> None:
         """Waits until a load or save has ended, or for `timeout_s`; returns at once if none is under way."""
@@ -154,9 +155,7 @@ class Transfers:
     def close(self) -> None:
         """Ends the session and waits for the copies under way."""
         self._link.close()
-        self._engine.close()
-        if self._page_copies is not None:
-            self._page_copies.close()
+        self._copies.close()
         if self._pin is not None:
             self._pin.drop()
 
@@ -209,20 +208,21 @@ class Transfers:
 
     async def _load_slice(self, job: LoadJob, lease: AsyncLease, done: int) -> int:
         """Copies the blocks of a lease, which follow the first `done` of a job; returns their bytes."""
-        nbytes = 0
         groups = range(len(self._pages))
-        whole = lease.blocks == job.blocks
+        nbytes = 0
+
+        def parts_of(blocks: range) -> list[PartAt]:
+            listed = (
+                self._copies.parts_at(lease, base, block, groups, job.block_ids, done + block) for block in blocks
+            )
+            return [part for parts in listed for part in parts]
+
         async with self._mapped_arena(lease) as base:
-            for layers in self._layer_ranges(job) if whole else [None]:
-                for blocks in self._batches(lease.blocks, layers):
-                    parts = [
-                        part
-                        for block in blocks
-                        for part in self._parts_at(lease, base, block, groups, job.block_ids, done + block)
-                    ]
-                    nbytes += await self._copy(parts, layers, Direction.LOAD)
-                if layers is not None:
-                    self._note_layers(job.request_id, layers.stop)
+            if job.waits and lease.blocks == job.blocks:
+                arrived = partial(self._layers.add, job.request_id)
+                return await self._copies.load_in_turn(parts_of(range(lease.blocks)), arrived, lease.check)
+            for blocks in self._copies.batches(lease.blocks):
+                nbytes += await self._copies.copy(parts_of(blocks), None, Direction.LOAD)
         return nbytes
 
     async def _acquire(self, job: LoadJob, done: int, most: int) -> AsyncLease:
@@ -237,18 +237,6 @@ class Transfers:
             found=job.found if self._counts_hits else None,
         )
 
-    def _layer_ranges(self, job: LoadJob) -> list[range | None]:
-        """Layers to copy together: all at once, or one by one for a step that waits for each."""
-        if not job.waits:
-            return [None]
-        return [range(layer, layer + 1) for layer in range(len(self._pages[0].layers))]
-
-    def _note_layers(self, request_id: str, layers: int) -> None:
-        with self._changed:
-            # The last layer counts once the lease has proved that the bytes are right.
-            self._layers_there[request_id] = min(layers, len(self._pages[0].layers) - 1)
-            self._changed.notify_all()
-
     def _report_load(self, job: LoadJob, there: Progress, done: Future[None], elapsed_s: float) -> None:
         error = LinkDown("the engine ends") if done.cancelled() else done.exception()
         good = there.blocks
@@ -258,7 +246,6 @@ class Transfers:
         nbytes = there.nbytes if good else 0
         with self._changed:
             self._loading -= 1
-            self._layers_there.pop(job.request_id, None)
             if not job.waits:
                 self._received.add(job.request_id)
             if failed:
@@ -272,6 +259,7 @@ class Transfers:
                     self._failed_requests[job.request_id] = every - {NO_BLOCK}
             self._outcomes.merge(Outcomes({job.request_id: (1, LoadOutcome(nbytes, elapsed_s, failed))}))
             self._changed.notify_all()
+        self._layers.end(job.request_id)  # after the failed blocks are known
         self._counters.loaded(nbytes, elapsed_s, failed)
 
     # -- saves, one after the other, in the link's thread -----------------------------------------------------------
@@ -329,13 +317,15 @@ class Transfers:
                 kept.duplicates += reservation.first_block - done
                 skipped = reservation.first_block - job.first_block
                 async with self._mapped_arena(reservation) as base:
-                    for blocks in self._batches(reservation.blocks):
+                    for blocks in self._copies.batches(reservation.blocks):
                         parts = [
                             part
                             for block in blocks
-                            for part in self._parts_at(reservation, base, block, groups, block_ids, skipped + block)
+                            for part in self._copies.parts_at(
+                                reservation, base, block, groups, block_ids, skipped + block
+                            )
                         ]
-                        await self._copy(parts, None, Direction.SAVE)
+                        await self._copies.copy(parts, None, Direction.SAVE)
                 retention = job.retention if time.monotonic() >= self._retain_again_s else ()
                 try:
                     commit = partial(reservation.commit, retention=retention)
@@ -389,12 +379,6 @@ class Transfers:
         whole = blocks * self._geometry.block_bytes
         return self._link.limit_s(self._geometry.nbytes(blocks) if isinstance(job, LoadJob) else whole)
 
-    def _batches(self, blocks: int, layers: range | None = None) -> Iterator[range]:
-        """Splits blocks into ranges that are copied at a time, of about `_PIECES` pieces each."""
-        pieces = self._pieces_a_block if layers is None else self._pieces_a_block // len(self._pages[0].layers)
-        step = max(1, _PIECES // max(1, pieces))
-        return (range(first, min(first + step, blocks)) for first in range(0, blocks, step))
-
     @asynccontextmanager
     async def _mapped_arena(self, hold: AsyncLease | AsyncReservation) -> AsyncIterator[int]:
         """The arena's address; it stays mapped for as long as the context lasts, even if the session ends meanwhile."""
@@ -412,80 +396,6 @@ class Transfers:
         if (arena := self._link.arena) is not None:
             async with pin.use(arena, lambda: None):  # no lease to check
                 pass
-
-    def _parts_at(
-        self,
-        hold: AsyncLease | AsyncReservation,
-        base: int,
-        block: int,
-        groups: Sequence[int],
-        block_ids: Sequence[Sequence[int]],
-        place: int,
-    ) -> list[PartAt]:
-        """The parts of block `block` of `hold`, which is block `place` of the job, with their places on both sides.
-
-        Raises WindowMismatch if a lease lacks bytes that the engine needs. A reservation has all parts asked for.
-        """
-        hold.check()
-        parts: list[PartAt] = []
-        for part, index in enumerate(groups):
-            group = self._geometry.groups[index]
-            count = self._geometry.block_tokens // group.block_tokens
-            ids = block_ids[part][place * count : (place + 1) * count]
-            if hold.has(block, part):
-                parts.append(PartAt(index, base + hold.offset(block, part), ids))
-            elif any(each != NO_BLOCK for each in ids):
-                raise WindowMismatch(
-                    f"the engine needs bytes of KV group {group.index} in block {hold.first_block + block}, where the "
-                    f"rule that prefixd was told of, {group.rule}, needs none; the request is computed"
-                )
-        return parts
-
-    async def _copy(self, parts: Sequence[PartAt], layers: range | None, direction: Direction) -> int:
-        """Copies `layers` of `parts`; returns the copied bytes."""
-        if self._page_copies is not None:
-            return await self._copy_in_batches(self._page_copies, parts, layers, direction)
-        pairs = [pair for part in parts for pair in self._pages[part.group].pairs(part.address, part.ids, layers)]
-        await self._engine.copy(pairs if direction is Direction.LOAD else [(theirs, ours) for ours, theirs in pairs])
-        return sum(ours.nbytes for ours, _ in pairs)
-
-    async def _copy_in_batches(
-        self, copies: PageCopies, parts: Sequence[PartAt], layers: range | None, direction: Direction
-    ) -> int:
-        nbytes = 0
-        for group, pages in enumerate(self._pages):
-            here = [part for part in parts if part.group == group and any(each != NO_BLOCK for each in part.ids)]
-            if not here:
-                continue
-            before, runs = pages.packed(layers)
-            addresses = np.array([part.address for part in here], np.int64) + before * len(here[0].ids)
-            packed = PackedPages(runs, np.array([part.ids for part in here], np.int64), addresses)
-            await (copies.scatter if direction is Direction.LOAD else copies.gather)(packed)
-            nbytes += packed.nbytes
-        return nbytes
-
-
-class Direction(enum.Enum):
-    """The direction of a copy."""
-
-    LOAD = "to the engine"
-    SAVE = "to the arena"
-
-
-@dataclass(frozen=True, slots=True)
-class PartAt:
-    """One part of one prefixd block, in the arena and in the engine."""
-
-    group: int
-    """Index in `Geometry.groups`."""
-    address: int
-    """Of its first byte in the arena."""
-    ids: Sequence[int]
-    """The engine's block ids of the part, in order."""
-
-
-class WindowMismatch(Exception):
-    """The engine and the daemon disagree on the blocks that a group's window needs."""
 
 
 class Progress:

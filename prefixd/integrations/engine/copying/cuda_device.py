@@ -32,7 +32,12 @@ def fence_of(ordinal: int | None, stream: int | None = None) -> Fence:
     """
     if ordinal is None:
         return computed_already
-    return StreamMark(ordinal, torch.cuda.current_stream(ordinal).cuda_stream if stream is None else stream).wait
+    return StreamMark(ordinal, computing_stream(ordinal) if stream is None else stream).wait
+
+
+def computing_stream(ordinal: int) -> int:
+    """The handle of the stream that torch computes in on CUDA device `ordinal`."""
+    return torch.cuda.current_stream(ordinal).cuda_stream
 
 
 def page_copies_of(ordinal: int | None, geometry: Geometry, log: logging.Logger) -> PageCopies | None:

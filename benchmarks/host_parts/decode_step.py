@@ -18,6 +18,7 @@ from benchmarks.host_parts.free_driver import HostPart, answer
 from benchmarks.kv.rig import VIRTUAL, EngineRig, Frames, Request, load_embedded_model
 from prefixd.worker.attention.captured import Compute, Replay
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.attention.pass_graphs import PassGraphs
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
 from prefixd.worker_protocol.protocol import encode
@@ -36,7 +37,7 @@ def _step_ms(model: CausalModel, batch: int, steps: int) -> float:
     assert isinstance(kv, VirtualKv)
     logits = torch.from_numpy(numbers.standard_normal((2 * batch, spec.vocab_size), np.float32))
     graphs = DecodeGraphs(kv.manager.kv, lambda step: logits[: step.rows], batch, _refused, capture=_captured)
-    rig = EngineRig(model, kv, frames, concurrent=batch, max_step_tokens=4096, graphs=graphs)
+    rig = EngineRig(model, kv, frames, concurrent=batch, max_step_tokens=4096, graphs=PassGraphs(graphs))
     prompts = [numbers.integers(0, spec.vocab_size, _PROMPT_TOKENS).tolist() for _ in range(batch)]
     rig.submit([Request(prompt, output, all_frames=True) for prompt in prompts])
     while graphs.replays < 1:

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.common.harness import BenchmarkError
 from prefixd.base.sampling import Sampling
 from prefixd.serving.models.embedded_model import ensure_embedded_model
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.attention.pass_graphs import PassGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvMemory
@@ -133,7 +133,7 @@ class EngineRig:
         *,
         concurrent: int,
         max_step_tokens: int,
-        graphs: DecodeGraphs | None = None,
+        graphs: PassGraphs | None = None,
     ) -> None:
         self.kv = kv
         self.engine = Engine(model, kv, max_step_tokens, time.monotonic, graphs)

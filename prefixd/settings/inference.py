@@ -115,6 +115,9 @@ class WorkerSettings(Section):
     """Replay decode steps as CUDA graphs: on CUDA, with 16-bit KV in virtual tensors and a model that a graph can hold.
     Each is compared with the step that it replaces when it is captured; if they differ, no graph is used. If they are
     not in use, log and `prefixd stats` say why."""
+    prompt_graphs: bool = True
+    """With `cuda_graphs`: replay steps with prompts, too, of 2 to 256 tokens for up to 8 requests. A request has up to
+    16,384 tokens with those before the step."""
     cuda_graphs_seconds: Annotated[int, Field(ge=0, le=3600)] = 20
     """The most time, in seconds, to capture CUDA graphs when a model is loaded, those of short sequences first. The
     others are captured when they are first needed, which takes some tenths of a second in a step. 0: all of them."""

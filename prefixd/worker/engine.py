@@ -8,7 +8,8 @@ from typing import cast
 
 import torch
 
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.attention.captured import Span
+from prefixd.worker.attention.pass_graphs import PassGraphs
 from prefixd.worker.decoding.beam_run import Beam, BeamRun
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.decoding.run import Run, check_arrived
@@ -41,7 +42,7 @@ class Engine:
     kv: memory of the model's geometry, for `sequence_capacity` tokens a request.
     max_step_tokens: most tokens a pass computes; decoding goes first and is not limited by it.
     clock: seconds, monotonic.
-    graphs: replay passes in which all requests decode; only with KV in virtual tensors.
+    graphs: replay passes in which all requests decode, or with short prompts; only with KV in virtual tensors.
     draft: proposes tokens for sampled requests. Of a beam search it computes only the prompt.
     ahead: queue a pass before the tokens of the last one are read; not with a draft.
     """
@@ -52,7 +53,7 @@ class Engine:
         kv: KvMemory,
         max_step_tokens: int,
         clock: Callable[[], float],
-        graphs: DecodeGraphs | None = None,
+        graphs: PassGraphs | None = None,
         draft: Draft | None = None,
         *,
         ahead: bool = False,
@@ -203,10 +204,11 @@ class Engine:
             tokens += part.tokens
             rows += range(len(tokens) - part.wanted, len(tokens))
         unread = self._passes.unread_tokens(parts)
-        decodes = len(rows) == len(tokens) and not any(_embeds(part.member) for part in parts)
-        if (graphs := self._graphs) is not None and decodes and graphs.fits(len(tokens)):
-            memories = [cast(VirtualTensor, part.member.memory) for part in parts]
-            return graphs.run(tokens, [memory.row for memory in memories], [part.start for part in parts], unread)
+        if (graphs := self._graphs) is not None and not any(_embeds(part.member) for part in parts):
+            places = [cast(VirtualTensor, part.member.memory).row for part in parts]
+            spans = [Span(row, part.start, part.rows) for row, part in zip(places, parts, strict=True)]
+            if (logits := graphs.run(tokens, spans, rows, unread)) is not None:
+                return logits
         segments = [part.member.segment(part.rows) for part in parts]
         for index, part in enumerate(parts):
             if part.kept is not None:

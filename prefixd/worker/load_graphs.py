@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
+from prefixd.worker.attention.captured import GraphCapture
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.attention.flash_attention import FlashAttention
+from prefixd.worker.attention.pass_graphs import PassGraphs
+from prefixd.worker.attention.prompt_graphs import PromptGraphs
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.memory.virtual_kv import VirtualKv
@@ -49,44 +54,60 @@ def load_graphs(
     kv: KvMemory,
     readiness: Readiness,
     clock: Callable[[], float],
-) -> DecodeGraphs | None:
+) -> PassGraphs | None:
     """The graphs that the settings ask for, captured as far as `cuda_graphs_seconds` allow; None without graphs."""
     why_not = why_no_graphs(settings, spec, model, kv)
     if why_not is not None or not isinstance(kv, VirtualKv):
         readiness.change(cuda_graphs_reason=why_not or "")
         return None
-    graphs = DecodeGraphs(
-        kv.manager.kv,
+    tensors, pool = kv.manager.kv, GraphCapture()
+    decode = DecodeGraphs(
+        tensors,
         model.captured,
         settings.max_sequences,
         lambda why: readiness.change(cuda_graphs=False, cuda_graphs_reason=why),
+        pool,
     )
-    readiness.change(cuda_graphs=True)
+    prompts: PromptGraphs | None = None
+    if settings.prompt_graphs:
+        prompts = PromptGraphs(
+            tensors,
+            model.captured,
+            lambda why: readiness.change(prompt_graphs=False, prompt_graphs_reason=why),
+            pool,
+        )
+    readiness.change(cuda_graphs=True, prompt_graphs=settings.prompt_graphs)
     if settings.cuda_graphs_seconds:
-        capture(graphs.capture_now, model, kv, settings.cuda_graphs_seconds, readiness, clock)
-    return graphs if readiness.said.cuda_graphs else None
+        kinds: list[Capturing] = [decode] if prompts is None else [prompts, decode]
+        capture(kinds, model, kv, settings.cuda_graphs_seconds, readiness, clock)
+    return PassGraphs(decode, prompts)
+
+
+class Capturing(Protocol):
+    """Graphs of a kind that can be captured at load."""
+
+    @property
+    def most_graphs(self) -> int: ...
+    def capture_now(self, vocab_size: int, most_tokens: int) -> Iterator[None]: ...
 
 
 def capture(
-    capture_now: Callable[[int, int], Iterator[int]],
+    kinds: Sequence[Capturing],
     model: CausalModel,
     kv: VirtualKv,
     seconds: float,
     readiness: Readiness,
     clock: Callable[[], float],
 ) -> None:
-    """Capture graphs for at most `seconds`, and say how far it is. Nothing has a row of `kv` yet.
-
-    capture_now: as `DecodeGraphs.capture_now`.
-    """
+    """Capture graphs for at most `seconds`, and say how far it is. Nothing has a row of `kv` yet."""
     virtual = kv.manager.virtual
     tokens = min(_SCRATCH_TOKENS, virtual.tokens)
     started = said = clock()
-    done = total = 0
+    done, total = 0, sum(kind.most_graphs for kind in kinds)
     try:
         with virtual.scratch(len(virtual.rows), tokens):
             try:
-                for total in capture_now(model.spec.vocab_size, tokens):
+                for _ in itertools.chain(*(kind.capture_now(model.spec.vocab_size, tokens) for kind in kinds)):
                     done += 1
                     now = clock()
                     if now - started >= seconds:

@@ -172,12 +172,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     cuda_graphs: whether decode passes are replayed as CUDA graphs.
     cuda_graphs_reason: why not, one line, if the settings ask for graphs on a GPU; else empty.
+    prompt_graphs, prompt_graphs_reason: as these, of passes with short prompts.
     operators: how far the model's layers are rewritten: "model", "merged", "fused".
     operators_reason: why not as far as the settings ask for, one line; else empty.
     """
 
     cuda_graphs: bool = False
     cuda_graphs_reason: str = ""
+    prompt_graphs: bool = False
+    prompt_graphs_reason: str = ""
     operators: str = "model"
     operators_reason: str = ""
 

@@ -27,6 +27,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_step_tokens: most tokens that one forward pass computes, as far as decoding leaves room.
     max_sequences: most requests at a time, counting those that have ended and wait for the device.
     cuda_graphs: replay decode passes as CUDA graphs, on CUDA where attention is flash attention over virtual tensors.
+    prompt_graphs: with `cuda_graphs`, replay passes with short prompts, too.
     cuda_graphs_seconds: most seconds to capture graphs when the model is loaded; 0: they are captured when first used.
     operators: how far the model's layers are rewritten to have fewer operators, see `worker.operators`; "auto": "fused"
         on CUDA, "model" on a CPU.
@@ -56,6 +57,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_sequences: Positive = 64
     cuda_graphs: bool = True
     async_scheduling: bool = True
+    prompt_graphs: bool = True
     cuda_graphs_seconds: NotNegative = 20
     operators: Literal["auto", "model", "merged", "fused"] = "auto"
     attention: Literal["auto", "plain", "split"] = "auto"

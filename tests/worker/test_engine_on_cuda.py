@@ -17,8 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from prefixd.worker.attention.captured import CapturedStep
+from prefixd.worker.attention.captured import CapturedStep, GraphCapture, Span
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.attention.pass_graphs import PassGraphs
+from prefixd.worker.attention.prompt_graphs import PromptGraphs
 from prefixd.worker.load_graphs import capture
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.model import load_model
@@ -155,7 +157,7 @@ def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int)
     rig = make("bfloat16", frames=40)
     graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 8, pytest.fail)
     said: list[Note] = []
-    capture(graphs.capture_now, rig.model, rig.kv, 60.0, Readiness(said.append), time.monotonic)
+    capture([graphs], rig.model, rig.kv, 60.0, Readiness(said.append), time.monotonic)
     assert graphs.captured_sizes == [1, 2, 4, 8] and said[-1].text.startswith("captured 4 of 4 CUDA graphs")
     rows = []
     for seed in range(size):
@@ -170,6 +172,30 @@ def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int)
             tokens = [3] * size  # all write the same, as those do with which a graph is filled up
         expected = rig.forward(tokens, segments, range(size)).float()
         assert_near(graphs.run(tokens, [tensor.row for tensor, _ in order], lengths), expected, "bfloat16")
+    assert graphs.replays == 3
+
+
+@pytest.mark.cuda_graphs
+def test_prompts_in_a_graph_come_to_the_logits_of_a_pass_without_it(make: Make) -> None:
+    """Two prompts behind prefixes and a request that decodes, in one pass of less tokens than its graph."""
+    rig = make("bfloat16", frames=40)
+    graphs = PromptGraphs(rig.manager.kv, rig.model.captured, pytest.fail, GraphCapture())
+    capture([graphs], rig.model, rig.kv, 60.0, Readiness(lambda message: None), time.monotonic)
+    assert len(graphs.captured_sizes) == graphs.most_graphs
+    for lengths in ([(20, 33), (7, 5), (40, 1)], [(0, 100)], [(30, 2)]):
+        tensors = [rig.tensor(rig.frames(rig.blocks(before + new))) for before, new in lengths]
+        tokens = []
+        for seed, (tensor, (before, new)) in enumerate(zip(tensors, lengths, strict=True)):
+            whole = random_tokens(seed, before + new)
+            if before:
+                rig.logits(tensor, whole[:before], cuts=[])
+            tokens += whole[before:]
+        parts = list(zip(tensors, lengths, strict=True))
+        segments = [Segment(tensor, before, before + new) for tensor, (before, new) in parts]
+        wanted = (np.cumsum([new for _, new in lengths]) - 1).tolist()
+        expected = rig.forward(tokens, segments, wanted).float()
+        spans = [Span(tensor.row, before, new) for tensor, (before, new) in parts]
+        assert_near(graphs.run(tokens, spans, wanted), expected, "bfloat16")
     assert graphs.replays == 3
 
 
@@ -217,7 +243,8 @@ def test_a_model_that_waits_for_the_device_in_a_pass_is_computed_without_graphs(
     prompt = random_tokens(1, 50)
     expected = rig.generate(prompt, temperature=0.0)
     said: list[str] = []
-    rig.engine._graphs = graphs = DecodeGraphs(rig.manager.kv, waiting, 8, said.append)
+    graphs = DecodeGraphs(rig.manager.kv, waiting, 8, said.append)
+    rig.engine._graphs = PassGraphs(graphs)
     rig.generate(prompt, temperature=0.0)
     assert len(said) == 1 and "a decode pass of 1 cannot be captured" in said[0] and not graphs.replays
     assert rig.generate(prompt, temperature=0.0) == expected, "and the device is as it was"

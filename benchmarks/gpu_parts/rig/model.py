@@ -19,6 +19,7 @@ from benchmarks.gpu_parts.rig.part import Unavailable
 from prefixd.base.sampling import Sampling
 from prefixd.worker.attention.attention import ATTENTION_NAME, register_attention
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.attention.pass_graphs import PassGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
@@ -109,7 +110,9 @@ class EngineRig:
                 max_tokens=model.spec.sequence_capacity,
             )
         )
-        graphs = DecodeGraphs(self.kv.manager.kv, model.captured, requests, _no_graphs) if with_graphs else None
+        graphs: PassGraphs | None = None
+        if with_graphs:
+            graphs = PassGraphs(DecodeGraphs(self.kv.manager.kv, model.captured, requests, _no_graphs))
         self.engine = Engine(model, self.kv, step_tokens, time.monotonic, graphs)
         self._next = 0
 

@@ -114,6 +114,8 @@ def _print_worker(out: Console, worker: admin_pb2.WorkerStats, prefix: str = "")
         print_line(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}")
     if worker.cuda_graphs_reason:
         print_line(f"without CUDA graphs: {worker.cuda_graphs_reason}", "yellow")
+    if worker.prompt_graphs_reason:
+        print_line(f"without CUDA graphs of prompts: {worker.prompt_graphs_reason}", "yellow")
     if worker.operators_reason:
         print_line(f"operators {worker.operators}: {worker.operators_reason}", "yellow")
     if worker.block_tokens_reason:

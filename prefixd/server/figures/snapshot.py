@@ -235,6 +235,8 @@ class Snapshot:
             layout=worker.settings.layout,
             cuda_graphs=worker.ready.cuda_graphs,
             cuda_graphs_reason=worker.ready.cuda_graphs_reason,
+            prompt_graphs=worker.ready.prompt_graphs,
+            prompt_graphs_reason=worker.ready.prompt_graphs_reason,
             operators=worker.ready.operators,
             operators_reason=worker.ready.operators_reason,
             passes=host.dispatcher.counters.passes,

@@ -109,6 +109,7 @@ class ModelHost:
                 draft_tokens=worker.draft_tokens,
                 cuda_graphs=worker.cuda_graphs,
                 async_scheduling=worker.async_scheduling,
+                prompt_graphs=worker.prompt_graphs,
                 cuda_graphs_seconds=worker.cuda_graphs_seconds,
                 operators=worker.operators,
                 threads=worker.threads,

@@ -273,10 +273,7 @@ class WorkerProcess:
                 async with self._frames:
                     await self._channel.hand_over(pool)
         elif isinstance(message, Ready):
-            if message.cuda_graphs_reason and message != self.ready:
-                log.warning("decode steps are computed without CUDA graphs: %s", message.cuda_graphs_reason)
-            if message.operators_reason and message.operators_reason != self.ready.operators_reason:
-                log.warning("the model's operators are %s: %s", message.operators, message.operators_reason)
+            self._log_changes(message)
             self.ready = message
             if self.state is WorkerState.READY:  # a second Ready: it has given up its graphs
                 return
@@ -289,6 +286,16 @@ class WorkerProcess:
         elif isinstance(message, Failed):
             self._last_words = message.detail
             self._failed = True
+
+    def _log_changes(self, ready: Ready) -> None:
+        """Says in the log why the worker goes without something, once."""
+        before = self.ready
+        if ready.cuda_graphs_reason not in ("", before.cuda_graphs_reason):
+            log.warning("decode steps are computed without CUDA graphs: %s", ready.cuda_graphs_reason)
+        if ready.prompt_graphs_reason not in ("", before.prompt_graphs_reason):
+            log.warning("steps with prompts are computed without CUDA graphs: %s", ready.prompt_graphs_reason)
+        if ready.operators_reason not in ("", before.operators_reason):
+            log.warning("the model's operators are %s: %s", ready.operators, ready.operators_reason)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kills a worker that hangs in a step. It is watched only when it is ready: loading may take any time."""

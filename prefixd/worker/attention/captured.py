@@ -11,7 +11,7 @@ logits, all graphs of its kind are given up, and their passes are computed opera
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,14 @@ _WARM_UPS = 1
 _TOLERANCE = 0.02
 """Largest relative norm of the logits' difference. Other orders of summation in 16 bits give a few thousandths, other
 inputs about 1."""
+
+
+class Span(NamedTuple):
+    """`length` tokens of a sequence from its token `start` on; the sequence lies in a row of the virtual tensors."""
+
+    row: int
+    start: int
+    length: int
 
 
 class Replay(Protocol):
@@ -69,6 +77,7 @@ class PassInputs:
         buffer = torch.empty(len(self._buffer), dtype=torch.int64, pin_memory=self._pinned)
         numbers = buffer.numpy()
         numbers[: self._wide].reshape(4, self._tokens)[:, : by_token.shape[1]] = by_token
+        numbers[self._wide : self._wide + self._sequences] = 0  # a graph reads all of them
         numbers[self._wide : self._wide + len(wanted)] = wanted
         narrow = numbers[self._wide + self._sequences :].view(np.int32).reshape(3, self._counts)
         narrow[:, : by_sequence.shape[1]] = by_sequence

@@ -74,6 +74,9 @@ class DecodeGraphs:
     ) -> None:
         self._kv = kv
         self._sizes = _sizes(largest)
+        self._lengths = [min(_FEWEST_KEYS, kv.shape[1])]
+        while self._lengths[-1] < kv.shape[1]:
+            self._lengths.append(min(2 * self._lengths[-1], kv.shape[1]))
         self._size_of = np.searchsorted(self._sizes, np.arange(largest + 1)).tolist()
         self._inputs = PassInputs(self._sizes[-1], self._sizes[-1], kv.device)
         self._passes = CapturedPasses(
@@ -115,19 +118,19 @@ class DecodeGraphs:
         most_keys = min(max(_FEWEST_KEYS, 1 << max(positions).bit_length()), self._kv.shape[1])
         return self._run(size, most_keys, tokens, rows, positions, unread)[: len(tokens)]
 
-    def capture_now(self, vocab_size: int, most_tokens: int) -> Iterator[int]:
-        """Captures a graph at each step of the iteration, and yields how many there will be.
+    @property
+    def most_graphs(self) -> int:
+        """Graphs that there can be."""
+        return len(self._lengths) * len(self._sizes)
 
-        First those of short sequences. On scratch memory of `most_tokens` tokens in each row, of as many rows as
-        the largest pass has. Each is compared with a batch that has to be filled up, if its size allows.
+    def capture_now(self, vocab_size: int, most_tokens: int) -> Iterator[None]:
+        """Captures a graph at each step of the iteration, those of short sequences first.
+
+        On scratch memory of `most_tokens` tokens in each row. Each is compared with a batch that has to be filled up,
+        if its size allows.
         """
-        lengths = [_FEWEST_KEYS]
-        while lengths[-1] < self._kv.shape[1]:
-            lengths.append(2 * lengths[-1])
-        keys = [min(length, self._kv.shape[1]) for length in lengths]
-        sizes = self._sizes[::-1]  # the largest first: the smaller ones fit into its memory
-        for most_keys in keys:
-            for size in sizes:
+        for most_keys in self._lengths:
+            for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
                 if not self._passes.usable:
                     return
                 batch = range(max(1, size - 1))
@@ -135,7 +138,7 @@ class DecodeGraphs:
                 positions = [number % most_tokens for number in batch]
                 tokens = [(7 * position + 3) % vocab_size for position in positions]
                 self._run(size, most_keys, tokens, rows, positions)
-                yield len(keys) * len(sizes)
+                yield
 
     def _run(
         self,

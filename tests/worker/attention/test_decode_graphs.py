@@ -12,6 +12,7 @@ from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.attention.flash_attention import FlashAttention
+from prefixd.worker.attention.pass_graphs import PassGraphs
 from prefixd.worker.load_graphs import capture
 from prefixd.worker.readiness import Readiness
 
@@ -24,7 +25,7 @@ def test_decode_passes_are_replayed_with_the_same_tokens(rig_with, prompt):
     expected = [plain.generate(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
     rig = rig_with(FlashAttention(varlen_reference))
     graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 4, pytest.fail, capture=lambda compute: compute)
-    rig.engine._graphs = graphs
+    rig.engine._graphs = PassGraphs(graphs)
     requests = [rig.start(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
     rig.run()
     assert [rig.tokens[request] for request in requests] == expected
@@ -41,9 +42,8 @@ def test_graphs_take_tokens_that_the_host_has_not_read(rig_with, prompt):
     expected = [rig_with(None).generate(each, temperature=0.8) for each in prompts]
     rig = rig_with(FlashAttention(varlen_reference))
     rig.engine._ahead = True
-    rig.engine._graphs = graphs = DecodeGraphs(
-        rig.manager.kv, rig.model.captured, 4, pytest.fail, capture=lambda compute: compute
-    )
+    graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 4, pytest.fail, capture=lambda compute: compute)
+    rig.engine._graphs = PassGraphs(graphs)
     requests = [rig.start(each, temperature=0.8) for each in prompts]
     rig.run()
     assert [rig.tokens[request] for request in requests] == expected
@@ -63,14 +63,14 @@ def test_graphs_captured_at_load_serve_all_later_passes(rig_with, prompt):
     graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 17, pytest.fail, capture=take)
     said: list[object] = []
     readiness = Readiness(said.append)
-    capture(graphs.capture_now, rig.model, rig.kv, 60.0, readiness, itertools.count().__next__)
+    capture([graphs], rig.model, rig.kv, 60.0, readiness, itertools.count().__next__)
     assert graphs.captured_sizes == [1, 2, 4, 8, 16, 24] and graphs.captured_count == len(captured) == 6
     assert [note.text.partition(" in")[0] for note in said] == [
         "captured 5 of 6 CUDA graphs",
         "captured 6 of 6 CUDA graphs",
     ]
     rig.manager.check_integrity()
-    rig.engine._graphs = graphs
+    rig.engine._graphs = PassGraphs(graphs)
     requests = [rig.start(prompt, temperature=0.8) for _ in range(3)]
     rig.run()
     assert [rig.tokens[request] for request in requests] == [expected] * 3
@@ -82,7 +82,7 @@ def test_time_to_capture_is_bounded_and_short_sequences_come_first(rig_with, mon
     rig = rig_with(FlashAttention(varlen_reference))
     graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 2, pytest.fail, capture=lambda compute: compute)
     said: list[object] = []
-    capture(graphs.capture_now, rig.model, rig.kv, 3.0, Readiness(said.append), itertools.count().__next__)
+    capture([graphs], rig.model, rig.kv, 3.0, Readiness(said.append), itertools.count().__next__)
     assert graphs._passes.captured == [(2, 256), (1, 256), (2, 512)]
     assert said[-1].text == ("captured 3 of 4 CUDA graphs in 4.0 s; the others are captured when they are first needed")
 
@@ -115,7 +115,8 @@ def test_a_model_that_graphs_do_not_fit_is_computed_without_them(rig_with, promp
     expected = rig_with(None).generate(prompt, temperature=0.8)
     rig = rig_with(FlashAttention(varlen_reference))
     said: list[str] = []
-    rig.engine._graphs = graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 4, said.append, capture=capture)
+    graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 4, said.append, capture=capture)
+    rig.engine._graphs = PassGraphs(graphs)
     assert rig.generate(prompt, temperature=0.8) == expected
     assert len(said) == 1 and re.search(reason, said[0])
     assert (graphs.replays, graphs.captured_sizes, graphs.fits(1)) == (0, [], False)

@@ -25,7 +25,7 @@ chats at their end, and no other tier. (two: 1.5 times --share of what the chats
     virtual    of each layer what its rule needs, in chunks that serve any group (Jenga) and, in one daemon
                (worker.more_models), any model
     paged      the same through block tables (worker.kv = "paged"): large pages cut into pages of one size (Jenga's
-               compatible pages)
+               compatible pages), which are allocated in the order --page-order (worker.page_order)
     halves     of two models: virtual, but a daemon and half of the memory each. What virtual finds more is due to the
                memory that the models share, and not to their rules
 
@@ -112,6 +112,7 @@ def plans_of(options: argparse.Namespace) -> dict[str, Plan]:
     option("--at-once", 2, "requests at a time"),
     option("--rounds", 2, "runs of each way"),
     option("--images", 4, "images that the chats show, of a model that reads images"),
+    option("--page-order", "few_free", "of paged: few_free, or Jenga's own, jenga (worker.page_order)", str),
     option("--share", 1 / 3, "of the memory that the baseline would take", float),
     chosen("--models", SUBJECTS, "what is compared"),
     seed("of the chats"),

@@ -15,6 +15,7 @@ class Plan:
 
     chats: with each model. Those with the first model come first: of 8 with two models, 0 to 7 and 8 to 15.
     share: of the memory that the baseline would take.
+    page_order: `worker.page_order` of the ways with block tables.
     """
 
     chats: int
@@ -26,6 +27,7 @@ class Plan:
     rounds: int = 1
     seed: int = 0
     images: int = 4
+    page_order: str = "few_free"
 
     @property
     def last_tokens(self) -> int:

@@ -99,7 +99,7 @@ def hold_chats(
     with ExitStack() as stack:
         daemons = [
             stack.enter_context(DaemonProcess(settings))
-            for settings in daemon_settings(subject, way, saved, nbytes, plan.at_once)
+            for settings in daemon_settings(subject, way, saved, nbytes, plan)
         ]
         addresses = [daemon.address for daemon in daemons] * (len(saved.models) // len(daemons))
         endpoints = [

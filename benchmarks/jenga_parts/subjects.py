@@ -135,7 +135,7 @@ def count_bytes(directory: Path, plan: Plan) -> CountedBytes:
     return CountedBytes(plan.chats * needed, plan.chats * one_size)
 
 
-def daemon_settings(subject: Subject, way: str, saved: Saved, nbytes: int, at_once: int) -> list[dict[str, Any]]:
+def daemon_settings(subject: Subject, way: str, saved: Saved, nbytes: int, plan: Plan) -> list[dict[str, Any]]:
     """The settings of each daemon that a way has; their GPU tiers have `nbytes` together."""
     apart = way in (BASELINE, HALVES)
     daemons: Sequence[tuple[Path, ...]] = [(model,) for model in saved.models] if apart else [saved.models]
@@ -146,13 +146,15 @@ def daemon_settings(subject: Subject, way: str, saved: Saved, nbytes: int, at_on
             "worker.threads": 1,
             "worker.block_tokens": BLOCK_TOKENS,
             "worker.max_step_tokens": 64,
-            "worker.max_running": at_once,
+            "worker.max_running": plan.at_once,
             "gpu.device": "cpu",
             "gpu.bytes": nbytes // len(daemons),
             "cpu.bytes": 0,
             "disk.bytes": 0,
             **subject.ways[way],
         }
+        if way == PAGED:
+            of_daemon["worker.page_order"] = plan.page_order
         if more:
             of_daemon["worker.more_models"] = ",".join(map(str, more))
         if saved.draft is not None and way != ALONE:

@@ -97,6 +97,10 @@ class WorkerSettings(Section):
     attention_costs: AbsolutePath | None = None
     """The file by which attention = "auto" chooses, as benchmarks.gpu writes it beside its result. Without one:
     figures of an H100 or H200 that come with prefixd."""
+    page_order: Literal["few_free", "jenga"] = "few_free"
+    """With kv = "paged", where a block's page comes from. few_free: a large page of the request's own while little is
+    free inside large pages, else any free page. jenga: always its own, and a whole large page is evicted before a page
+    that is free in another request's is used (Jenga, section 5.4), to measure against."""
     groups: Literal["by_rule", "one"] = "by_rule"
     """The KV that is kept for models with different kinds of layers. by_rule: for each layer the part that its rule
     needs (Jenga). one: everything for all layers, in pages of one size, as a baseline to measure against: layers with
@@ -178,6 +182,10 @@ class WorkerSettings(Section):
             raise ValueError(
                 f'worker.attention_costs = {self.attention_costs} is for worker.attention = "auto", not '
                 f'"{self.attention}"; leave one of them out'
+            )
+        if self.page_order != "few_free" and self.kv != "paged":
+            raise ValueError(
+                f'worker.page_order = "{self.page_order}" is for block tables; leave it out, or set worker.kv = "paged"'
             )
         if self.draft_model is not None:
             if not self.enabled:

@@ -206,6 +206,7 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
             ["starvation_bound_s = 5", "starves no"],
         ),
         ({"worker.max_step_tokens": 8}, ["worker.max_step_tokens = 8", "worker.block_tokens = 16"]),
+        ({"worker.page_order": "jenga"}, ['worker.page_order = "jenga"', 'set worker.kv = "paged"']),
         ({"worker.draft_model": "/models/x"}, ["worker.draft_model = /models/x", "set worker.model too"]),
         (
             {"worker.embedded": True, "worker.draft_model": "/models/x", "worker.kv": "paged"},

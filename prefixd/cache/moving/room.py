@@ -167,6 +167,8 @@ class Room:
         if freed == 0:  # no block can be demoted: drop blocks that may vanish
             victims, with_page = await self._choose(request, demotable=False)
             freed = await self._drop(tier, victims, with_page, movement)
+        if not freed and tier.relent():
+            return True
         if not freed and not self._making.get(tier):  # else others may release blocks that can be demoted
             freed = await self._expire_likely(request, movement)
         if freed:
@@ -282,7 +284,8 @@ class Room:
         tier, want = request.tier, request.want
         choose, level = tier.choose_victims, tier.level
         search = Search(level, self._policy, demotable, request.ahead, self._placement.clock())
-        if choose is None or request.own or not has_other_sizes(self._tries, level, request.sizes):
+        by_pages = tier.evicts_pages_alone or has_other_sizes(self._tries, level, request.sizes)
+        if choose is None or request.own or not by_pages:
             if choose is None and not request.own:
                 want = _blocks_with_as_many_slots(self._tries, level, want * len(request.sizes))
             return await find_victims(self._tries, search, want, limits=limits), False

@@ -196,7 +196,7 @@ class GpuMemory:
         widths = {width for shape in shapes for width in shape.all_widths}
         if max(widths) == 1:
             return GpuTier(pool)
-        tier = PagedGpuTier(pool, widths)
+        tier = PagedGpuTier(pool, widths, jenga_order=self._settings.worker.page_order == "jenga")
         log.info(
             "parts of %s frames share large pages of %d bytes",
             *(", ".join(map(str, sorted(widths))), tier.large_page_bytes),

@@ -23,7 +23,7 @@ def allocate_blocks(slots: PageAllocator, sizes: Sequence[int], count: int, near
         [m, p] offsets, m <= count.
     """
     hints = [None] * len(sizes) if near is None else [slot if slot >= 0 else None for slot in near.tolist()]
-    count = min([count, *(slots.room(size) for size in set(sizes))])
+    count = min([count, *(slots.room(size, hint) for size, hint in set(zip(sizes, hints, strict=True)))])
     while count:  # one size may take the room of another, so after a failure half as many blocks are tried
         columns: list[Int64s] = []
         for size, hint in zip(sizes, hints, strict=True):

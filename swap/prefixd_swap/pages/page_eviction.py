@@ -55,6 +55,8 @@ def choose_victims(
     worth: Worths,
     evictable: Bools | None = None,
     allow: Allow | None = None,
+    *,
+    pages_alone: bool = False,
 ) -> Victims:
     """Choose among the slots at `offsets`, so that `count` more slots for `nbytes` bytes each become free.
 
@@ -75,6 +77,7 @@ def choose_victims(
             their worth.
         evictable: bool [n], the slots that may be evicted; all by default.
         allow: see `Allow`.
+        pages_alone: choose whole pages alone, of the wanted size, too (Jenga's step 3).
 
     Raises:
         MemoryMisuseError: `nbytes` is not positive, or an offset is in no range.
@@ -85,10 +88,10 @@ def choose_victims(
         return Victims(np.zeros(0, np.int64), 0)
     page, worth = pages.pages_of(offsets[may]), worth[may]
     now = pages.pages()
-    singles = np.flatnonzero(((now.slot_bytes == slot) & now.is_open)[page])
+    singles = np.flatnonzero(((now.slot_bytes == slot) & now.is_open & (not pages_alone))[page])
     if len(singles) > count and allow is None:
         singles = singles[np.argpartition(worth[singles], count - 1)[:count]]
-    whole = _Whole(pages, now, slot, page, worth)
+    whole = _Whole(pages, now, slot, page, worth, pages_alone)
     worths = np.concatenate([worth[singles], whole.worth])
     gains = np.concatenate([np.ones(len(singles), np.int64), whole.gain])
     first = np.concatenate([np.ones(len(singles), np.bool_), ~whole.sparse])
@@ -133,12 +136,15 @@ def _allowed(
 class _Whole:
     """m pages, and groups of short adjacent pages, that can be evicted whole."""
 
-    def __init__(self, pages: PageAllocator, now: Pages, slot: int, page: Int64s, worth: Worths) -> None:
-        """`now`: the pages of `pages`; `page` and `worth`: of the evictable slots."""
+    def __init__(
+        self, pages: PageAllocator, now: Pages, slot: int, page: Int64s, worth: Worths, pages_alone: bool
+    ) -> None:
+        """`now`: the pages of `pages`; `page` and `worth`: of the evictable slots. pages_alone: of the size `slot`
+        too, and none first for being half full."""
         may = np.bincount(page, minlength=len(now)) == now.used_slots
         top = np.full(len(now), -np.inf)
         np.maximum.at(top, page, worth)
-        other = (now.slot_bytes != slot) & (now.slot_bytes != EMPTY) & now.is_open
+        other = ((now.slot_bytes != slot) | pages_alone) & (now.slot_bytes != EMPTY) & now.is_open
         fits = now.nbytes // slot
         alone = np.flatnonzero(other & may & (fits > 0))
         self._groups = now.groups
@@ -153,7 +159,7 @@ class _Whole:
         self.sparse = np.zeros(len(self._first), np.bool_)
         """[m] whether it is at most half full and evicted first."""
         stranded = int((now.nbytes - now.used_bytes)[other].sum())
-        if stranded > 2 * pages.capacity_bytes // SHARE:
+        if stranded > 2 * pages.capacity_bytes // SHARE and not pages_alone:
             self.sparse[: self._alone] = 2 * now.used_bytes[alone] <= now.nbytes[alone]
 
     def members(self, number: int) -> Int64s:

@@ -14,7 +14,7 @@ stretch of the grid that has old pages is mixed; its free runs of units are shor
     old grid   |4K |   |4K |   |   |   |   |   |
     new grid   |4K |run|4K |run|     page      |     when both 4K pages are empty, the first half is one page too
 
-`allocate` takes, in this order (Jenga, section 5.4, has its steps 3 and 4 the other way round):
+`allocate` takes, in this order (Jenga, section 5.4, has its steps 3 and 4 the other way round: `PageOrder`):
 
 1. a free slot in the page of `near`, a slot of the same prefix, so that a prefix is stored together and freed together;
 2. an empty page, while all free slots inside pages are less than 1/128 of the capacity;
@@ -38,6 +38,7 @@ import numpy as np
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
 from prefixd_swap.pages.page_claims import claim_slots
 from prefixd_swap.pages.page_lists import PageLists
+from prefixd_swap.pages.page_order import PageOrder
 from prefixd_swap.pages.page_size import SHARE, choose_page_bytes, unit_bytes
 from prefixd_swap.pages.page_table import EMPTY, IRREGULAR, Int64s, Pages, PageTable, no_slot, not_taken
 from prefixd_swap.slots import round_to_slot
@@ -58,6 +59,7 @@ class PageAllocator:
     def __init__(self, capacity_bytes: int) -> None:
         """Without a range yet. `capacity_bytes`, the most bytes of all ranges, decides the page size."""
         self.capacity_bytes = capacity_bytes
+        self.order = PageOrder.FEW_FREE
         self.used_bytes = 0
         """Bytes of all taken slots."""
         self._sizes: set[int] = set()  # the page size suits these slot sizes
@@ -138,7 +140,7 @@ class PageAllocator:
             MemoryMisuseError: as `allocate`.
         """
         slot = round_to_slot(nbytes)
-        if self.room(slot) < count:
+        if self.room(slot, near) < count:
             return None
         offsets = [np.zeros(0, np.int64)]
         while count > 0:
@@ -256,14 +258,20 @@ class PageAllocator:
         """Slots that are taken."""
         return int(self._table.used.sum())
 
-    def room(self, nbytes: int) -> int:
-        """Number of slots for `nbytes` bytes each that can be allocated now.
+    def room(self, nbytes: int, near: int | None = None) -> int:
+        """Number of slots for `nbytes` bytes each that can be allocated now, with this `near`.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive.
         """
         slot = round_to_slot(nbytes)
-        return self._lists.room(slot) if self._admit(slot) else 0
+        if not self._admit(slot):
+            return 0
+        if self.order is PageOrder.OWN:
+            page, one = self._near(slot, near), self._table.one
+            own = 0 if page is None else one.count[page] - one.used[page]
+            return self._lists.room(slot) - self._lists.free[slot] + own
+        return self._lists.room(slot)
 
     def slots_per_page(self, nbytes: int) -> int:
         """Slots for `nbytes` bytes each in an empty page; 0 for a size above the capacity.
@@ -326,18 +334,24 @@ class PageAllocator:
         if page is not None or not self._admit(slot):
             return page
         page = self._open_page(slot)
-        if page is None and slot in self._lists.partial:
+        if page is None and slot in self._lists.partial and self.order is not PageOrder.OWN:
             return self._lists.partial[slot][0]
         return page
 
     def _choose_partial(self, slot: int, near: int | None) -> int | None:
         """A page with taken and free slots of this size that comes before an empty one: steps 1 and 3."""
-        if near is not None:
-            page, one = self._table.find(near), self._table.one
-            if page is not None and one.slot[page] == slot and one.used[page] < one.count[page] and one.open[page]:
-                return page
-        if self._lists.free_bytes >= self.capacity_bytes // _SPREAD_SHARE and slot in self._lists.partial:
-            return self._lists.partial[slot][0]
+        page = self._near(slot, near)
+        if page is not None or self.order is not PageOrder.FEW_FREE or slot not in self._lists.partial:
+            return page
+        return self._lists.partial[slot][0] if self._lists.free_bytes >= self.capacity_bytes // _SPREAD_SHARE else None
+
+    def _near(self, slot: int, near: int | None) -> int | None:
+        """The page of `near`, if it has a free slot of this size."""
+        if near is None:
+            return None
+        page, one = self._table.find(near), self._table.one
+        if page is not None and one.slot[page] == slot and one.used[page] < one.count[page] and one.open[page]:
+            return page
         return None
 
     def _admit(self, slot: int) -> bool:

@@ -71,6 +71,16 @@ class Tier(ABC):
             raise MemoryMisuseError(f"every slot of the {self.name} tier serves any block; choose blocks, not pages")
         return self.choose_victims
 
+    @property
+    def evicts_pages_alone(self) -> bool:
+        """Whether `choose_victims` chooses whole pages even where all blocks have parts of one size."""
+        return False
+
+    def relent(self) -> bool:
+        """Allow the next allocation, and evictions for it, what the tier tries last; called when nothing could be
+        evicted for it. False if that is allowed already, or there is no such thing."""
+        return False
+
     @abstractmethod
     def check_integrity(self) -> None:
         """Check the accounting.

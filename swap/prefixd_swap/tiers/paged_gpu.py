@@ -11,9 +11,9 @@ into small pages of one size until it is empty again.
 `pages.PageAllocator` does both levels, over frames instead of bytes: it chooses the size of the large pages and
 allocates a small page in Jenga's steps (section 5.4; its module tells which two are in another order). `near` makes it
 *request-aware*: a request's pages lie in large pages of its own, so that they are freed together and whole large pages
-become empty, as long as little is free inside large pages. Jenga does this while there are empty large pages: with the
-state model of `benchmarks.jenga` that wasted 12.8% instead of 2.5%, and found 2.36 instead of 2.64 times the baseline's
-hits.
+become empty, as long as little is free inside large pages. Jenga does this while there are empty large pages, and
+evicts a whole one before it uses what is free in those of other requests. `jenga_order` does so, too, to measure it:
+`benchmarks.jenga --page-order jenga`. A request's large page is that of its last block.
 
 A drawback against virtual tensors: a free small page serves only its own size, and a part may find no large page
 although enough frames are free (`stranded_bytes`).
@@ -29,6 +29,7 @@ import numpy as np
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
 from prefixd_swap.pages.page_blocks import allocate_blocks
 from prefixd_swap.pages.page_eviction import Allow, ChooseVictims, Victims, Worths, choose_victims
+from prefixd_swap.pages.page_order import PageOrder
 from prefixd_swap.pages.page_table import Bools
 from prefixd_swap.pages.pages import PageAllocator
 from prefixd_swap.slots import PAGE_BYTES as UNIT
@@ -45,11 +46,22 @@ class PagedGpuTier(GpuTier):
     Args:
         pool: this tier takes all its frames. The caller closes the pool.
         widths: frames of each part that is expected; the large pages suit them from the start.
+        jenga_order: allocate and evict in the order of Jenga's steps (`PageOrder`).
     """
 
-    def __init__(self, pool: FramePool, widths: Collection[int] = (), *, name: str = "gpu", level: int = 0) -> None:
+    def __init__(
+        self,
+        pool: FramePool,
+        widths: Collection[int] = (),
+        *,
+        jenga_order: bool = False,
+        name: str = "gpu",
+        level: int = 0,
+    ) -> None:
         super().__init__(pool, name=name, level=level)
         self._pages = PageAllocator(pool.capacity * UNIT)
+        if jenga_order:
+            self._pages.order = PageOrder.OWN
         self._covered = 0  # frames in the allocator's ranges, destroyed ones included
         self._leaving: set[int] = set()  # withdrawn frames, which stay taken in the allocator
         self._width: dict[int, int] = {}  # frames of every slot that is taken
@@ -100,6 +112,18 @@ class PagedGpuTier(GpuTier):
         return np.array(sorted(self._width), np.int64)
 
     @property
+    def evicts_pages_alone(self) -> bool:
+        """While Jenga's step 3 may succeed."""
+        return self._pages.order is PageOrder.OWN
+
+    def relent(self) -> bool:
+        """No large page may be evicted: Jenga's steps 4 and 5 are next, until an allocation succeeds."""
+        if self._pages.order is not PageOrder.OWN:
+            return False
+        self._pages.order = PageOrder.OWN_FIRST
+        return True
+
+    @property
     def choose_victims(self) -> ChooseVictims | None:
         """Single small pages, or whole large ones."""
         return partial(self._choose, self._pages)
@@ -127,6 +151,8 @@ class PagedGpuTier(GpuTier):
         widths = [self._frames_for(size) for size in nbytes]
         near = None if near is None else near * UNIT  # NO_SLOT stays below 0
         slots = allocate_blocks(self._pages, [width * UNIT for width in widths], count, near) // UNIT
+        if len(slots) and self._pages.order is PageOrder.OWN_FIRST:
+            self._pages.order = PageOrder.OWN
         for column, width in zip(slots.T.tolist(), widths, strict=True):
             self._width.update(dict.fromkeys(column, width))
         return slots
@@ -163,4 +189,5 @@ class PagedGpuTier(GpuTier):
         allow: Allow | None = None,
         /,
     ) -> Victims:
-        return choose_victims(pages, self._frames_for(nbytes) * UNIT, count, offsets * UNIT, worth, evictable, allow)
+        size, alone = self._frames_for(nbytes) * UNIT, pages.order is PageOrder.OWN
+        return choose_victims(pages, size, count, offsets * UNIT, worth, evictable, allow, pages_alone=alone)

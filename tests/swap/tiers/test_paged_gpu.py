@@ -117,6 +117,49 @@ def test_a_block_that_never_fits_is_refused_and_one_that_does_not_fit_now_takes_
         tier.check_integrity()
 
 
+def evict(tier: PagedGpuTier, width: int, worth: dict[int, float]) -> set[int]:
+    """Frees what is chosen to go for one more part; `worth` has the slots that may go. Returns them."""
+    choose = tier.choose_victims
+    assert choose is not None
+    slots = np.array(sorted(worth), np.int64)
+    chosen = slots[choose(width * FRAME, 1, slots, np.array([worth[slot] for slot in slots.tolist()])).positions]
+    tier.free(chosen)
+    return set(chosen.tolist())
+
+
+def test_jengas_order_evicts_a_large_page_before_it_uses_what_is_free_in_another_requests() -> None:
+    """Section 5.4, its five steps."""
+    with create_memory("cpu", FRAME) as memory:
+        pool = FramePool(memory, FRAME, 1024)
+        tier = PagedGpuTier(pool, [1], jenga_order=True)
+        page = tier.large_page_bytes // FRAME
+        pages = 1024 // page
+        assert page > 2
+
+        def allocate(near: int = NO_SLOT, count: int = 1) -> list[int]:
+            return tier.allocate(sizes(1), count, np.array([near])).ravel().tolist()
+
+        firsts = [slot for _ in range(pages) for slot in allocate()]
+        assert sorted(slot // page for slot in firsts) == list(range(pages)), "step 2: a large page for each request"
+        assert allocate(firsts[0])[0] // page == firsts[0] // page, "step 1: beside its own"
+        assert allocate() == [] and tier.room(FRAME) == 0, "what is free belongs to other requests"
+        assert evict(tier, 1, {firsts[3]: 1.0, firsts[1]: 2.0}) == {firsts[3]}, "step 3: the page used least recently"
+        (last,) = allocate()
+        assert last // page == firsts[3] // page
+        assert evict(tier, 1, {firsts[0]: 1.0}) == set(), "its page has another slot, which may not go"
+        assert tier.relent() and not tier.relent()
+        free = 1024 - pages - 1
+        assert tier.room(FRAME) == free
+        assert len(allocate(count=free - 1)) == free - 1, "step 4: any free page"
+        assert allocate() == [], "in order again for the next one"
+        assert tier.relent() and len(allocate()) == 1
+        assert tier.relent() and allocate() == []
+        assert evict(tier, 1, {firsts[0]: 1.0}) == {firsts[0]}, "step 5: a page alone"
+        assert allocate() == [firsts[0]]
+        tier.check_integrity()
+        pool.close()
+
+
 class PagedFrames(RuleBasedStateMachine):
     """Against a set of frames: what is given is free, side by side and given once; pages and slots add up."""
 

@@ -32,25 +32,23 @@ from prefixd_swap.vtensor import VirtualTensorManager
 VIRTUAL, PAGED = "virtual", "paged"
 
 
-def load_embedded_model(chunk_bytes: int = 0, block_tokens: int = 16) -> CausalModel:
+def load_embedded_model(chunk_bytes: int = 0) -> CausalModel:
     """The model that comes with prefixd, where the daemon keeps it. Raises BenchmarkError when it cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         directory = ensure_embedded_model(Path(home).expanduser() / "prefixd")
     except OSError as error:
         raise BenchmarkError(f"the embedded model cannot be written ({error}); set XDG_CACHE_HOME") from error
-    return load(directory, chunk_bytes, block_tokens)
+    return load(directory, chunk_bytes)
 
 
-def load(directory: Path, chunk_bytes: int = 0, block_tokens: int = 16) -> CausalModel:
+def load(directory: Path, chunk_bytes: int = 0) -> CausalModel:
     """A model on the CPU, without transformers' progress bars. Raises ModelError."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return load_model(
-        read_model_spec(WorkerSettings(model=str(directory), chunk_bytes=chunk_bytes, block_tokens=block_tokens))
-    )
+    return load_model(read_model_spec(WorkerSettings(model=str(directory), chunk_bytes=chunk_bytes)))
 
 
 class Frames:
@@ -136,9 +134,10 @@ class EngineRig:
         concurrent: int,
         max_step_tokens: int,
         graphs: PassGraphs | None = None,
+        ahead: bool = False,
     ) -> None:
         self.kv = kv
-        self.engine = Engine(model, kv, max_step_tokens, time.monotonic, graphs)
+        self.engine = Engine(model, kv, max_step_tokens, time.monotonic, graphs, ahead=ahead)
         self.outputs: dict[int, list[int]] = {}
         self._frames = frames
         self._concurrent = concurrent

@@ -48,16 +48,20 @@ class QueuedPass:
         for part, own in self.followed():
             if isinstance(part.run, Run):
                 rows += own
-                choices += [part.run.choice(part.proposed[:number]) for number in range(part.wanted)]
+                choices.append(part.run.choice())
+                choices += [part.run.choice(part.proposed[:number]) for number in range(1, part.wanted)]
         if choices:
             self.choices = queue_choices(self.logits, rows, choices, count=count)
 
     def followed(self) -> list[tuple[StepPart, range]]:
         """The parts that a token follows, and their rows of the logits."""
-        ends = itertools.accumulate(part.wanted for part in self.parts)
-        return [
-            (part, range(end - part.wanted, end)) for part, end in zip(self.parts, ends, strict=True) if part.followed
-        ]
+        found = []
+        first = 0
+        for part in self.parts:
+            if part.followed:
+                found.append((part, range(first, first + part.wanted)))
+                first += part.wanted
+        return found
 
     @property
     def sampled(self) -> bool:
@@ -206,6 +210,9 @@ class PassQueue:
         chosen: behind the known tokens, and behind each proposed one. Returns the appended ones; none if the first
         logits are not finite. If later ones are not finite, they are computed again in the next pass.
         """
+        if not proposed and chosen[0] is not None and self._draft is None:  # the usual case, for its speed
+            run.append(chosen[0].token)
+            return [chosen[0]]
         accepted: list[Chosen] = []
         for choice, guess in itertools.zip_longest(chosen, proposed):
             if choice is None:

@@ -86,6 +86,7 @@ class Run:
         self._max_tokens = limits.max_model_tokens
         stop = set(start.sampling.stop_token_ids)
         self.stop = frozenset(stop if start.sampling.ignore_eos else stop | set(limits.eos_token_ids))
+        self.ended = self._why_ended()
 
     @property
     def members(self) -> Sequence[Run]:
@@ -101,10 +102,13 @@ class Run:
     def pending(self) -> int:
         """Number of tokens that can be computed now, as far as its frames reach; none if an unread token is known to
         be the last one."""
-        if self.unread and self.room <= self.unread:
+        unread = self.unread
+        if unread and self.room <= unread:
             return 0
-        known = len(self.tokens) + self.unread
-        reach = min(known, self.memory_tokens if self._arrived is None else self._arrived[0])
+        reach = len(self.tokens) + unread
+        held = self.memory_tokens if self._arrived is None else self._arrived[0]
+        if held < reach:
+            reach = held
         return (reach if self.images is None else self.images.last_cut(reach)) - self.computed
 
     @property
@@ -142,9 +146,7 @@ class Run:
         """Full blocks in memory."""
         return self.kept_tokens // self._block_tokens
 
-    @property
-    def ended(self) -> Literal["stop", "length"] | None:
-        """Why no token may follow the last known one; None if one may."""
+    def _why_ended(self) -> Literal["stop", "length"] | None:
         if self.generated and self.tokens[-1] in self.stop:
             return "stop"
         if self.room <= 0:
@@ -193,6 +195,7 @@ class Run:
         """Add a generated token; its penalties count it by `count`, or when it is sampled (`queue_choices`)."""
         self.tokens.append(token)
         self.generated += 1
+        self.ended = self._why_ended()
 
     def count(self, token: int) -> None:
         """Have a generated token count for the penalties of those that follow."""

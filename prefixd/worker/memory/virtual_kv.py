@@ -65,7 +65,9 @@ class VirtualKv:
 
     def wait(self, sequence: KvSequence, tokens: int) -> None:
         """Wait until the frames of these tokens are mapped."""
-        self.manager.wait([_tensor(sequence)], tokens)
+        tensor = _tensor(sequence)
+        if not tensor.settled:
+            self.manager.wait([tensor], tokens)
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
         """End a sequence; `on_closed` is called, now or by `poll`, when nothing reads or writes its frames any more. No

@@ -67,7 +67,14 @@ class VirtualTensor:
         return any(not job.done() for _, job in self._mapping)
 
     @property
+    def settled(self) -> bool:
+        """Whether there is no background mapping to wait for, nor an error of one to raise."""
+        return not self._mapping
+
+    @property
     def usable_tokens(self) -> int:
         """Leading tokens that can be used now: those before the first background mapping that has not ended."""
+        if not self._mapping:
+            return len(self._frames) // self._per_block * self._block_tokens
         firsts = [block for block, job in self._mapping if not job.done()]
         return min(firsts, default=len(self._frames)) // self._per_block * self._block_tokens

@@ -1,1 +1,0 @@
-"""What figures of the papers are measured with, where no other benchmark has it."""

@@ -62,6 +62,13 @@ async def measure(ways: Sequence[Way], plan: Plan, room: Room) -> tuple[list[Fig
     return measured, searched, len(checker)
 
 
+def longest_prompt(plan: Plan) -> int:
+    """Tokens of the longest prompt that the searches can lead to; a remark takes less room than is allowed for here."""
+    return len(INSTRUCTIONS) + max(
+        len(program.task) + len(program.source) + 240 * plan.sites * plan.attempts for program in plan.programs
+    )
+
+
 def shortcomings(
     ways: Sequence[Way], measured: Sequence[Figures], searched: Sequence[Grown], plan: Plan, least_rate: float
 ) -> list[str]:
@@ -97,10 +104,7 @@ def main(options: harness.Options) -> harness.Outcome:
         raise harness.BenchmarkError(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
     programs = PROGRAMS[: options.programs]
     plan = from_options(Plan, options, programs=programs)
-    # A remark takes less room than this.
-    longest = len(INSTRUCTIONS) + max(
-        len(program.task) + len(program.source) + 240 * options.sites * options.attempts for program in programs
-    )
+    longest = longest_prompt(plan)
     room = from_options(Room, options, longest=longest, usual=longest, all_tokens=longest)
     ways = chosen_ways(options)
     measured, searched, checked = asyncio.run(measure(ways, plan, room))

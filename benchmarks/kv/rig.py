@@ -32,23 +32,25 @@ from prefixd_swap.vtensor import VirtualTensorManager
 VIRTUAL, PAGED = "virtual", "paged"
 
 
-def load_embedded_model(chunk_bytes: int = 0) -> CausalModel:
+def load_embedded_model(chunk_bytes: int = 0, block_tokens: int = 16) -> CausalModel:
     """The model that comes with prefixd, where the daemon keeps it. Raises BenchmarkError when it cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         directory = ensure_embedded_model(Path(home).expanduser() / "prefixd")
     except OSError as error:
         raise BenchmarkError(f"the embedded model cannot be written ({error}); set XDG_CACHE_HOME") from error
-    return load(directory, chunk_bytes)
+    return load(directory, chunk_bytes, block_tokens)
 
 
-def load(directory: Path, chunk_bytes: int = 0) -> CausalModel:
+def load(directory: Path, chunk_bytes: int = 0, block_tokens: int = 16) -> CausalModel:
     """A model on the CPU, without transformers' progress bars. Raises ModelError."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return load_model(read_model_spec(WorkerSettings(model=str(directory), chunk_bytes=chunk_bytes)))
+    return load_model(
+        read_model_spec(WorkerSettings(model=str(directory), chunk_bytes=chunk_bytes, block_tokens=block_tokens))
+    )
 
 
 class Frames:

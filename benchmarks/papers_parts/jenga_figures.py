@@ -132,7 +132,7 @@ JENGA_FIGURES = (
         "`worker.groups = one`",
         why="How much is won depends on how much of the memory the baseline lacks. On a CPU a batch of more requests "
         "is no faster, so what is won comes from hits alone.",
-        seconds=200,
+        seconds=170,
         cpu=_throughput,
     ),
     Figure(

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 from benchmarks.kv import step_tail
-from benchmarks.papers_parts.engine_pairs import compare_all, decoding, embedded_model, prompts, ratio
 from benchmarks.papers_parts.figure import Claim, Curve, Figure, Measured, Paper, Values
 from benchmarks.papers_parts.gpu_files import point
-from benchmarks.papers_parts.host_mapping import call_times, mapping_times
+from benchmarks.papers_parts.measures.engine_pairs import compare_all, decoding, embedded_model, prompts, ratio
+from benchmarks.papers_parts.measures.host_mapping import call_times, mapping_times
 from prefixd_swap.block_size import fill_chunks
 from prefixd_swap.group_shape import KvGeometry
 
@@ -42,7 +42,7 @@ def _calls_on_gpu(parts: Mapping[str, Any]) -> Values:
 @lru_cache(maxsize=2)
 def _prefill(short: bool) -> dict[int, dict[str, Any]]:
     """By the prompt's tokens; of the table and of the figure, which show the same runs."""
-    lengths = (32,) if short else (512, 1024, 2048, 4096, 7168)
+    lengths = (32,) if short else (512, 1024, 2048, 4096)
     return dict(zip(lengths, compare_all([prompts(length) for length in lengths], short), strict=True))
 
 
@@ -177,10 +177,10 @@ VATTENTION_FIGURES = (
             Claim("seconds_32k", "a prompt of 32K tokens, contiguous", "s", 3.50),
         ),
         conditions="Yi-6B, FlashAttention, 2,048 tokens a step; FlashInfer: 1.13 to 1.26",
-        ours="the small model, prompts of 512 to 7,168 tokens, 512 a step. GPU: a model of 8B's size",
+        ours="the small model, prompts of 512 to 4,096 tokens, 512 a step. GPU: a model of 8B's size",
         why="A paged pass copies all earlier blocks together, so the loss grows with the prompt; the small model's "
         "prompts are short, and its other layers weigh more.",
-        seconds=180,
+        seconds=90,
         cpu=_first_token,
         gpu=_first_token_on_gpu,
     ),
@@ -236,7 +236,7 @@ VATTENTION_FIGURES = (
         conditions="Yi-6B and Llama-3-8B, 1K to 192K tokens, FlashAttention; FlashInfer: 1.03 to 1.45",
         ours="the runs of table 6",
         why="As in table 6.",
-        seconds=180,
+        seconds=90,
         cpu=_prefill_throughput,
     ),
     Figure(
@@ -272,7 +272,7 @@ VATTENTION_FIGURES = (
         ours="the small model, batch 4; a prefix of 3,072 tokens (192 blocks) is mapped for a new request; medians",
         why="The worker's mapping runs beside the step that asks for it, on a CPU that computes at the same time; a "
         "call of the kernel costs little here.",
-        seconds=120,
+        seconds=70,
         cpu=_overlap,
     ),
     Figure(
@@ -290,7 +290,7 @@ VATTENTION_FIGURES = (
         conditions="Llama-3-8B, 16K tokens; the most of the three models",
         ours="vAttention's API on host memory, a prompt of 2,048 tokens of the small model",
         why="A token of the small model takes 16 KiB, an eighth of Llama's, so there is less to map.",
-        seconds=45,
+        seconds=30,
         cpu=_before_a_prompt,
     ),
 )

@@ -8,11 +8,11 @@ from typing import Any
 
 from benchmarks.kv import memory_by_design
 from benchmarks.kv.designs import Workload
-from benchmarks.papers_parts.cpu_kernels import NATIVE, PAGED, Shape, speed_ratios
-from benchmarks.papers_parts.engine_pairs import compare_all, embedded_model, ratio
 from benchmarks.papers_parts.figure import Claim, Curve, Figure, Measured, Paper, Values
 from benchmarks.papers_parts.gpu_files import paged_us, point
-from benchmarks.papers_parts.held_memory import held_by_load
+from benchmarks.papers_parts.measures.cpu_kernels import NATIVE, PAGED, Shape, speed_ratios
+from benchmarks.papers_parts.measures.engine_pairs import compare_all, embedded_model, ratio
+from benchmarks.papers_parts.measures.held_memory import held_by_load
 
 VTENSOR = Paper(
     "vTensor", "vTensor: Flexible Virtual Tensor Management for Efficient LLM Serving", "section 7", "A100 80 GB"
@@ -187,7 +187,7 @@ VTENSOR_FIGURES = (
         ours="the same heads in float32, 2,048 tokens, batches 1 to 8; lengths 128 to 4,096 at batch 4, heads at batch "
         "2. GPU: 32 and 8 heads, 8,192 tokens, batches 1 to 64, lengths 1,024 to 32,768 at batch 8",
         why=f"{_KERNEL_WHY}.",
-        seconds=60,
+        seconds=25,
         cpu=_decode_kernels,
         gpu=_decode_kernels_on_gpu,
     ),
@@ -243,7 +243,7 @@ VTENSOR_FIGURES = (
         "1,024",
         why="The block tables' loss grows with the keys that are read for each computed token; the shares are the "
         "paper's, the lengths a quarter and less.",
-        seconds=150,
+        seconds=110,
         cpu=_prefix_caching,
     ),
     Figure(
@@ -261,7 +261,7 @@ VTENSOR_FIGURES = (
         "then three waves of 2 and 16 requests. GPU: batches 1 to 64 of 512 to 8,192 tokens, as the driver counts",
         why="The paper's share is of the whole GPU, with the weights; ours is of the KV memory alone. How much is free "
         "depends on how much longer the longest sequence is than the usual one.",
-        seconds=90,
+        seconds=50,
         timed=False,
         cpu=_held,
         gpu=_held_on_gpu,

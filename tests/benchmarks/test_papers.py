@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,18 @@ from benchmarks.common.harness import BenchmarkError
 from benchmarks.jenga_parts.chats import Plan
 from benchmarks.jenga_parts.subject_runs import Run
 from benchmarks.jenga_parts.subjects import Subject
-from benchmarks.papers_parts import jenga_figures
+from benchmarks.papers_parts import jenga_figures, prefix_cache_figures
 from benchmarks.papers_parts.catalogue import FIGURES
 from benchmarks.papers_parts.comparison_page import lines_of, page
-from benchmarks.papers_parts.cpu_kernels import Shape, kernel_times
 from benchmarks.papers_parts.figure import Claim, Curve, Figure, Measured, Paper
 from benchmarks.papers_parts.gpu_files import on_gpu
 from benchmarks.papers_parts.measured_rows import read_rows, row_of
+from benchmarks.papers_parts.measures.cpu_kernels import Shape, kernel_times
+from benchmarks.papers_parts.measures.shared_blocks import SCALE, Lengths, of_beams, of_samples, share_gpt_lengths
 from benchmarks.results_parts.results import read_results
+from benchmarks.text_analysis_parts.measuring import Measured as OfCell
+from benchmarks.text_analysis_parts.suites import Cell
+from prefixd.workloads.latency_figures import Figures, HitTokens, Quantiles
 
 QUICK = ("vtensor-7", "vtensor-8", "vattention-table-3", "vattention-table-7", "vattention-table-8")
 """Those whose short form takes less than a second."""
@@ -137,7 +141,7 @@ def test_figures_are_chosen_by_pattern_and_a_short_run_is_no_result(capsys: pyte
         papers.chosen_figures(["vtensor-8", "vtensor-99"])
     papers.main(["--list"])
     listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(FIGURES) + 1 and listed[0].startswith("vtensor-7 ")
+    assert len(listed) == len(FIGURES) + 1 and listed[0].startswith(FIGURES[0].name)
 
 
 def test_attention_over_each_memory_is_the_same_and_takes_time() -> None:
@@ -158,7 +162,7 @@ def measured(name: str) -> Measured:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vtensor-9", "vattention-table-6", "vattention-11"])
+@pytest.mark.parametrize("name", ["vattention-table-6", "vattention-11"])
 def test_figures_of_the_worker(name: str) -> None:
     assert measured(name).values
 
@@ -198,6 +202,44 @@ def test_jenga_is_compared_with_the_first_way_and_other_tokens_are_an_error(monk
     assert measured("jenga-18").values == pytest.approx({"rate": 1.5, "latency": 1.5})
     with pytest.raises(BenchmarkError, match="the ways of draft give different tokens"):
         measured("jenga-19")
+
+
+def test_tier_sets_are_compared_with_no_cache_in_the_same_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {
+        "no-cache": (2.0, 4.0, 3.0),
+        "gpu": (2.0, 5.0, 3.0),
+        "gpu+cpu": (4.0, 8.0, 6.0),
+        "gpu+cpu+disk": (9.0,) * 3,
+    }
+
+    def measure_group(suite: str, cells: Sequence[Cell], *rest: object) -> list[OfCell]:
+        return [OfCell(suite, cell, tuple(map(of_cell, rates[cell.name]))) for cell in cells]
+
+    def of_cell(rate: float) -> Figures:
+        return Figures("", 1, 1 / rate, rate, rate, Quantiles(1 / rate, 1.0), HitTokens(0, 0, 0), 0.25, digests[0])
+
+    digests = ["the same"]
+    monkeypatch.setattr(prefix_cache_figures, "measure_group", measure_group)
+    misses = {f"miss_{tier}": 25.0 for tier in ("gpu", "cpu", "disk")}
+    assert measured("prefix-cache-text-analysis").values == {"gpu": 1.0, "cpu": 2.0, "disk": 3.0, **misses}
+    assert measured("prefix-cache-latency").values == pytest.approx({"gpu": 1.0, "cpu": 0.5, "disk": 1 / 3})
+    monkeypatch.setattr(prefix_cache_figures, "same_answers", lambda measured: False)
+    with pytest.raises(BenchmarkError, match="outputs of the configurations differ"):
+        measured("prefix-cache-latency")
+
+
+@pytest.mark.slow
+def test_blocks_saved_by_samples_and_by_beams() -> None:
+    requests = [Lengths(prompt=13, output=8)]
+    samples = of_samples(3, requests)
+    assert samples.saved % 6 == 0 and samples.saved // 6 >= 7, "two of three share three full blocks in each pass"
+    assert 0 < samples.share < 2 / 3
+    assert of_samples(1, requests).saved == 0
+    beams = of_beams(3, requests)
+    assert 0 < samples.share < beams.share < 2 / 3, "beams share what they generate, too"
+    lengths = share_gpt_lengths(500, 10_000)
+    assert sum(each.prompt for each in lengths) / 500 == pytest.approx(161 / SCALE, rel=0.1)
+    assert sum(each.output for each in lengths) / 500 == pytest.approx(338 / SCALE, rel=0.1)
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from prefixd.base.errors import ConfigError
 from prefixd.integrations.vllm import PrefixdConnector
@@ -21,6 +23,16 @@ def test_this_release_has_everything(caplog: pytest.LogCaptureFixture) -> None:
     check_connector()
     check_scheduler()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_vllm_is_asked_for_a_layout_that_it_knows(asked: bool) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=False, use_mla=False),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"cross_layer_blocks": True} if asked else None),
+    )
+    layout = PrefixdConnector.get_required_kvcache_layout(config)
+    assert layout is None if not asked else KVCacheLayout[layout].is_block_outermost
 
 
 def test_a_release_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.platforms import current_platform
 
 from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd.integrations.vllm.contract import RELEASE
-from prefixd.integrations.vllm.geometry import check_failure_policy, computes_from_the_middle, read_geometry
+from prefixd.integrations.vllm.geometry import (
+    check_failure_policy,
+    computes_from_the_middle,
+    cross_layer_layout,
+    read_geometry,
+)
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.plugin import register
@@ -73,6 +79,15 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True with `load` = "layerwise": layers that wait for their bytes must not be captured together."""
         return ConnectorOptions.parse(extra_config).load == "layerwise"
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """With `cross_layer_blocks` the layout with the layers of a block together; vLLM takes another, with a warning,
+        where its attention cannot read that."""
+        if not ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config).cross_layer_blocks:
+            return None
+        # FlashInfer's kernels on Blackwell, the only ones with several layouts that prefer one.
+        return cross_layer_layout(vllm_config, current_platform.is_device_capability_family(100))
 
     # -- in the scheduler's process -------------------------------------------------------------------------------
 

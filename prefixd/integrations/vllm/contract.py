@@ -23,6 +23,8 @@ NAMES = frozenset[str]().union(
     names_in("vllm.config:", "get_current_vllm_config_or_none"),
     names_in("vllm.distributed.kv_transfer.kv_connector.factory:", "KVConnectorFactory.register_connector"),
     names_in("vllm.distributed:", "get_tensor_model_parallel_rank"),
+    names_in("vllm.platforms:", "current_platform"),
+    names_in("vllm.config:ModelConfig.", "is_hybrid use_mla"),
     names_in(
         "vllm.v1.core.kv_cache_utils:",
         "resolve_kv_cache_block_sizes resolve_block_hashes generate_block_hash_extra_keys hash_block_tokens "
@@ -71,7 +73,7 @@ SCHEDULER_NAMES = frozenset[str]().union(
 
 CALLED = names_in(
     "",
-    "requires_kv_delivery requires_piecewise_for_cudagraph bind_gpu_block_pool "
+    "requires_kv_delivery requires_piecewise_for_cudagraph get_required_kvcache_layout bind_gpu_block_pool "
     "on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta update_connector_output "
     "request_finished reset_cache take_events has_pending_push_work register_kv_caches start_load_kv "
     "wait_for_layer_load save_kv_layer wait_for_save build_connector_worker_meta shutdown get_kv_connector_stats "
@@ -86,7 +88,7 @@ KNOWN = names_in(
     "role bind_connector_metadata clear_connector_metadata has_connector_metadata get_mem_pool_context "
     "set_host_xfer_buffer_ops finish_forward reset_capture_state handle_preemptions get_finished get_transfer_results "
     "get_kv_connector_kv_cache_events bind_kv_cache_manager get_loaded_kv_cache_group_ids "
-    "register_finished_partial_tail get_required_kvcache_layout get_finished_count supports_sleep_mode "
+    "register_finished_partial_tail get_finished_count supports_sleep_mode "
     "get_handshake_metadata set_xfer_handshake_metadata set_xfer_handshake_metadata_pp_aware "
     "supports_divergent_local_hybrid_hits unregister_kv_caches restore_kv_caches",
 )

@@ -99,6 +99,22 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size, "vllm", by_block)
 
 
+def cross_layer_layout(vllm_config: Any, heads_first: bool) -> str | None:
+    """The name of vLLM's layout in which the layers of a block lie together (`KVCacheLayout`, 0.29 to 0.33).
+
+    Args:
+        vllm_config: vLLM's.
+        heads_first: whether attention wants heads before tokens in a page.
+
+    Returns:
+        None for states and latents, whose layout vLLM decides by their sizes.
+    """
+    model = vllm_config.model_config
+    if model.is_hybrid or model.use_mla:
+        return None
+    return "BLHNC" if heads_first else "BLNHC"
+
+
 def check_failure_policy(kv_transfer_config: Any) -> None:
     """Raises ConfigError if vLLM fails requests after a failed load of their prefix.
 

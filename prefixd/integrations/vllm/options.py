@@ -20,6 +20,10 @@ class ConnectorOptions(EngineOptions):
     load: Literal["async", "layerwise"] = "async"
     """async: a request waits outside the batch until its prefix is there. layerwise: it joins the batch at once, and
     each layer waits for its own part of the prefix (models with one KV cache group)."""
+    cross_layer_blocks: bool = False
+    """Whether vLLM is asked for a KV cache in which the layers of a block lie together, where its attention takes it. A
+    block is then copied without a kernel. Beside a connector that asks for another layout (NIXL, vLLM's offloading)
+    vLLM refuses to start. Not yet measured."""
     policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
     """Order of the waiting queue under FastestPrefixFirstScheduler, by a policy of `prefixd_scheduler`."""
     starvation_bound_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

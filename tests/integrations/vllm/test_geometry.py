@@ -14,7 +14,13 @@ import torch
 
 from prefixd.base.errors import ConfigError
 from prefixd.client import RecurrentState, SlidingWindow
-from prefixd.integrations.vllm.geometry import check_failure_policy, layer_names, read_geometry, read_pages
+from prefixd.integrations.vllm.geometry import (
+    check_failure_policy,
+    cross_layer_layout,
+    layer_names,
+    read_geometry,
+    read_pages,
+)
 from prefixd.integrations.vllm.options import ConnectorOptions
 
 BLOCKS, PAGE = 5, 64
@@ -99,6 +105,22 @@ def test_layers_outermost() -> None:
 
 def test_blocks_outermost() -> None:
     assert runs_of(a_cache([a_group(AB)], [a_tensor(AB, PAGE, 2 * PAGE)])) == [[(0, 128, 64)], [(64, 128, 64)]]
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "latents", "heads_first", "layout"),
+    [
+        (False, False, False, "BLNHC"),
+        (False, False, True, "BLHNC"),
+        (True, False, False, None),
+        (False, True, True, None),
+    ],
+)
+def test_the_layout_with_a_blocks_layers_together_is_asked_for_models_of_attention_alone(
+    hybrid: bool, latents: bool, heads_first: bool, layout: str | None
+) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(is_hybrid=hybrid, use_mla=latents))
+    assert cross_layer_layout(config, heads_first) == layout
 
 
 def test_heads_outside_the_blocks() -> None:

@@ -512,5 +512,13 @@ def test_how_pages_are_packed_does_not_depend_on_the_number_of_blocks(heads_outs
     assert a_packing(pages(5)) != a_packing(pages(5).to(torch.bfloat16))
 
 
+def test_layers_of_a_block_that_lie_together_are_packed_as_layers_that_lie_apart() -> None:
+    """vLLM's layouts LBNHC and BLNHC: a page is the same, and so is a part of prefixd, which has layer after layer."""
+    apart = torch.zeros(3, 5, 16, 2, 8).permute(0, 1, 3, 2, 4)[1]  # [blocks, heads, tokens, size] of a layer
+    together = torch.zeros(5, 3, 16, 2, 8).permute(1, 0, 3, 2, 4)[1]
+    assert together.stride(0) == 3 * apart.stride(0)
+    assert a_packing(together) == a_packing(apart) and a_packing(together, Layer()) == a_packing(apart, Layer())
+
+
 def test_heads_before_tokens_are_packed_otherwise_than_tokens_before_heads() -> None:
     assert a_packing(torch.zeros(5, 2, 16, 8)) != a_packing(torch.zeros(5, 16, 2, 8).transpose(1, 2))

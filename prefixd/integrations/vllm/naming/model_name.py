@@ -6,6 +6,7 @@ Reads vLLM's configuration objects (0.32) and imports nothing of it.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -170,8 +171,9 @@ def packing(vllm_config: Any, kv_caches: Mapping[str, Any], versions: str) -> st
         layer = context.get(name)
         backend = getattr(layer, "get_attn_backend", None)
         # Strides beyond a block (heads, in one layout) grow with the number of blocks, which differs between two starts
-        # of an engine on a GPU.
-        inside = [stride if stride <= tensor.stride(0) else "outside" for stride in tensor.stride()]
+        # of an engine on a GPU. How far blocks are apart does not count where other layers' pages lie between them.
+        page = min(tensor.stride(0), math.prod(tensor.shape[1:]))
+        inside = [page, *(stride if stride <= tensor.stride(0) else "outside" for stride in tensor.stride()[1:])]
         seen = repr(
             (
                 (tuple(tensor.shape[1:]), inside, str(tensor.dtype), str(tensor.device.type)),

@@ -8,7 +8,7 @@ from random import Random
 
 from benchmarks.kv.designs import random_tokens
 from benchmarks.kv.rig import VIRTUAL, EngineRig, Frames, Request
-from benchmarks.papers_parts.engine_pairs import STEP_TOKENS
+from benchmarks.papers_parts.measures.engine_pairs import STEP_TOKENS
 from prefixd.worker.model import CausalModel
 
 _QUIET, _BUSY = 2, 16

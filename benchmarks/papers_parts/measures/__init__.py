@@ -1,0 +1,1 @@
+"""What figures of the papers are measured with, where no other benchmark has it."""

@@ -64,7 +64,8 @@ class Rank:
     """`Transfers` of one rank with memory of its own.
 
     Group 0 has a block of the engine every 4 tokens, group 1 every 8; a prefixd block has 16 tokens. `window_tokens`
-    is the window of the last group, `replicated` has the groups of which all ranks have the same bytes.
+    is the window of the last group, `replicated` has the groups of which all ranks have the same bytes;
+    `blocks_outermost`: the layers of a block lie together.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Rank:
         by_block: bool | None = None,
         window_tokens: int | None = None,
         replicated: Sequence[int] = (),
+        blocks_outermost: bool = False,
     ) -> None:
         tokens = [4, 8][:groups]
         self.page_bytes = page_bytes
@@ -102,9 +104,10 @@ class Rank:
         )
         self.memory: Any = memory or [np.zeros((LAYERS, PAGES, page_bytes), np.uint8) for _ in tokens]
         bases = addresses or [array.ctypes.data for array in self.memory]
+        apart, stride = (page_bytes, LAYERS * page_bytes) if blocks_outermost else (PAGES * page_bytes, page_bytes)
         self.pages = [
             GroupPages(
-                tuple((PageRun(base + layer * PAGES * page_bytes, page_bytes, page_bytes),) for layer in range(LAYERS)),
+                tuple((PageRun(base + layer * apart, stride, page_bytes),) for layer in range(LAYERS)),
                 on_device=ordinal is not None,
             )
             for base in bases

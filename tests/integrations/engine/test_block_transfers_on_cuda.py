@@ -20,7 +20,7 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.integrations.engine.copying.cuda_device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd_swap import PageCopies, create_copy_engine, create_memory, register_host, unregister_host
-from prefixd_swap.copies import pinning
+from prefixd_swap.copies import page_copies, pinning
 from prefixd_swap.errors import DeviceError
 from prefixd_swap.vmem.cuda_driver import open_device
 from tests.integrations.engine.conftest import LAYERS, LOG, PAGES, MakeRank, Rank
@@ -213,6 +213,41 @@ def test_a_load_by_layers_brings_every_layer(rank: Rank, pages: Any) -> None:
         assert np.array_equal(pages.read()[layer, 20:28], noise(1)[layer, 1:9])
     rank.transfers.wait_for_loads_of_step()
     assert rank.settle().loads["r"][1].failed_blocks == 0
+
+
+def test_engines_whose_layers_and_whose_blocks_are_outermost_share_prefixes(
+    own_daemon: DaemonProcess, pages: Any, make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM with and without `cross_layer_blocks`: through the kernel, and by strided copies of single blocks."""
+    monkeypatch.setattr(page_copies, "_DIRECT_CALL_BYTES", 1)
+    ranks = [
+        make_rank(
+            own_daemon.address,
+            engine=create_copy_engine("cuda:0", threads=1),
+            memory=[None],
+            addresses=[pages.address],
+            ordinal=0,
+            page_bytes=PAGE_BYTES,
+            page_copies=PageCopies(0, direct_row_bytes=row_bytes),
+            blocks_outermost=row_bytes is not None,
+        )
+        for row_bytes in (None, PAGE_BYTES)
+    ]
+    layers_outermost, together = ranks
+    prefix = save(layers_outermost, pages, 1, 1)
+    layers_outermost.settle()
+    together.load("r", prefix, range(20, 28))
+    assert together.settle().loads["r"][1].failed_blocks == 0
+    blocks = pages.read().reshape(PAGES, LAYERS, PAGE_BYTES)
+    assert np.array_equal(blocks[20:28].transpose(1, 0, 2), noise(1)[:, 1:9])
+    other = together.prefix("cuda", 32, 9)
+    together.save(other, range(20, 28))
+    together.settle()
+    layers_outermost.load("r", other, range(8, 16))
+    assert layers_outermost.settle().loads["r"][1].failed_blocks == 0
+    assert np.array_equal(pages.read()[:, 8:16], noise(1)[:, 1:9])
+    for rank in ranks:
+        rank.close()  # before the pages go
 
 
 def test_without_room_for_the_buffers_blocks_are_copied_page_by_page(caplog: pytest.LogCaptureFixture) -> None:

@@ -144,6 +144,14 @@ def _resize(r: Figures) -> str:
     )
 
 
+def _breathe(r: Figures) -> str:
+    return (
+        f"Two daemons on one device, whose tiers grow and shrink, with requests in turns, together and none: "
+        f"{r['failed']} of {r['requests']} requests failed, {tokens(r['same_tokens'])}; memory within 10% of the load "
+        f"after {r['follow_s']:.1f} s at most; together the one with less had {r['smaller_share']:.0%} of it"
+    )
+
+
 def _jenga(r: Figures) -> str:
     def of(figure: str, way: str = "virtual", scale: str = ".1f") -> str:
         return ", ".join(f"{r['models'][name][way][figure]:{scale}}" for name in ("window", "state", "vision"))
@@ -177,6 +185,7 @@ SERVING: Mapping[str, Sentence] = {
     "worker.json": _worker,
     "pressure.json": _pressure,
     "resize.json": _resize,
+    "breathe.json": _breathe,
     "jenga.json": _jenga,
     "papers.json": _papers,
 }

@@ -239,7 +239,8 @@ class Daemon:
             generation.requests_of,
             gpu=models is not None,
         )
-        snapshot = Snapshot(cache, draining, elapsed_s, elapsed_s(), hosts, figures, self._events)
+        elastic = None if models is None else models.elastic
+        snapshot = Snapshot(cache, draining, elapsed_s, elapsed_s(), hosts, figures, self._events, elastic)
         tier_resize = None if models is None else models.tier_resize
         admin = AdminService(cache, snapshot, self._drain_on_request, tier_resize, tenants=figures, audit=self._audit)
         service = PrefixCacheService(cache, None if self._arena is None else memory_socket, draining)

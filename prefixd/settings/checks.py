@@ -51,13 +51,16 @@ def _check_memory(settings: Settings, root: Path) -> None:
 def memory_needed(settings: Settings) -> tuple[int, str]:
     """Returns the least host memory, in bytes, that the daemon needs with full tiers, and a list of its parts as text.
 
-    A GPU tier in host memory counts if `gpu.device` is "cpu" and `gpu.bytes` a number; "auto" adapts to free memory.
+    A GPU tier in host memory counts if `gpu.device` is "cpu" and `gpu.bytes` a number; "auto" adapts to free memory. Of
+    a tier that grows its least counts.
     """
     parts = {"the CPU tier": settings.cpu.bytes, "the daemon": _DAEMON_BYTES}
     if settings.worker.enabled:
         parts["its worker"] = _WORKER_BYTES
-        if settings.gpu.device == "cpu" and settings.gpu.bytes != "auto":
-            parts["the GPU tier"] = settings.gpu.bytes
+        gpu = settings.gpu
+        nbytes = gpu.least_bytes or 0 if gpu.elastic else gpu.bytes
+        if gpu.device == "cpu" and nbytes != "auto":
+            parts["the GPU tier"] = nbytes
     return sum(parts.values()), ", ".join(f"{nbytes} for {name}" for name, nbytes in parts.items() if nbytes)
 
 

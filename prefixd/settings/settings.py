@@ -94,7 +94,18 @@ class Settings(Section):
         if self.worker.enabled:
             if not self.gpu.bytes:
                 raise ValueError("gpu.bytes = 0, but a model needs room for its KV; leave gpu.bytes out or raise it")
+            if self.gpu.elastic and self.worker.kv == "paged":
+                raise ValueError(
+                    "gpu.least_bytes and gpu.most_bytes let the GPU tier grow, and with worker.kv = paged it has a "
+                    "fixed size; leave them out, or worker.kv"
+                )
             return self
+        for name in ("least_bytes", "most_bytes"):
+            if getattr(self.gpu, name):
+                raise ValueError(
+                    f"gpu.{name} = {getattr(self.gpu, name)}, but without a model there is no GPU tier; set "
+                    f"worker.model or worker.embedded, or leave gpu.{name} out"
+                )
         if "bytes" not in self.gpu.model_fields_set:
             # The settings are frozen, but this check still belongs to their creation.
             object.__setattr__(self, "gpu", self.gpu.model_copy(update={"bytes": 0}))
@@ -115,10 +126,11 @@ class Settings(Section):
                         f"tenants.{name}.{tier}_guaranteed = {least} is above tenants.{name}.{tier}_most = {most}; "
                         "lower the first or raise the second"
                     )
-            if (size := getattr(self, tier).bytes) != "auto":
-                larger = (
-                    "" if tier != "gpu" or self.worker.enabled else "set worker.model: without it there is no GPU tier"
-                )
+            size = getattr(self, tier).bytes
+            larger = "" if tier != "gpu" or self.worker.enabled else "set worker.model: without it there is no GPU tier"
+            if tier == "gpu" and self.gpu.elastic:
+                size, larger = self.gpu.least_bytes or 0, "raise gpu.least_bytes"
+            if size != "auto":
                 check_guarantees(self.quotas, tier, size, larger)
         for name, tenant in self.tenants.items():
             if tenant.certificates and self.server.tls_client_ca is None:

@@ -66,10 +66,53 @@ class GpuSettings(Section):
     set: 90% of the device's free memory at the start, less an estimate of the model's weights and of the memory of a
     step; `prefixd stats` shows the result. On a CPU auto is most of the machine's memory, allocated at the start.
     `prefixd tier resize gpu` changes the size while the daemon runs."""
+    least_bytes: Bytes | None = None
+    """Instead of `bytes`: the tier grows when requests want memory, and has so many bytes at the start and when it is
+    idle. At least what the smallest request needs; by default that. Guarantees of tenants have to fit it."""
+    most_bytes: BytesOrAuto | None = None
+    """Instead of `bytes`: the most that such a tier grows to; requests that need more are refused. auto, the default if
+    only `least_bytes` is set: as `bytes` = auto. `prefixd tier resize gpu` changes it while the daemon runs."""
+    reserve_bytes: Bytes | None = None
+    """Of a tier that grows: free memory of the device that it leaves for others. With less it gives back what no
+    request needs, so several daemons share a device; give all of them the same. Requests that lack memory may take half
+    of it until others have given back. By default a twentieth of the device's memory."""
+    idle_s: Seconds = 3.0
+    """Of a tier that grows: after so many seconds without a request it shrinks to `least_bytes`. Its blocks go to the
+    CPU tier."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
     """auto, cpu, cuda or cuda:N; with cpu the tier is in host memory."""
     chunk_bytes: Bytes | None = None
     """Unit of physical memory; by default 2MiB on CUDA, and a block's piece on a CPU."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the tier grows and shrinks by itself."""
+        return self.least_bytes is not None or self.most_bytes is not None
+
+    @check_together(mode="after")
+    def _check_elastic(self) -> Self:
+        if not self.elastic:
+            for name in ("reserve_bytes", "idle_s"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"gpu.{name} = {value}, but the GPU tier has a fixed size; set gpu.least_bytes or "
+                        f"gpu.most_bytes too, or leave gpu.{name} out"
+                    )
+            return self
+        name = "least_bytes" if self.most_bytes is None else "most_bytes"
+        if "bytes" in self.model_fields_set:
+            raise ValueError(
+                f"gpu.bytes = {self.bytes} is a fixed size, and gpu.{name} = {getattr(self, name)} lets the tier grow; "
+                "leave one of them out"
+            )
+        if self.most_bytes == 0:
+            raise ValueError("gpu.most_bytes = 0, but a model needs room for its KV; raise it or leave it out")
+        if isinstance(self.most_bytes, int) and (self.least_bytes or 0) > self.most_bytes:
+            raise ValueError(
+                f"gpu.least_bytes = {self.least_bytes} is above gpu.most_bytes = {self.most_bytes}; lower the first or "
+                "raise the second"
+            )
+        return self
 
 
 class CpuSettings(Section):

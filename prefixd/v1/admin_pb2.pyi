@@ -14,7 +14,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "used_bytes", "blocks", "held_blocks", "in_flight_bytes", "hit_tokens", "evicted_blocks", "demoted_blocks", "promoted_blocks", "trouble", "quarantined_bytes", "spare_bytes", "unneeded_bytes", "stranded_bytes")
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "blocks", "held_blocks", "in_flight_bytes", "hit_tokens", "evicted_blocks", "demoted_blocks", "promoted_blocks", "trouble", "quarantined_bytes", "spare_bytes", "unneeded_bytes", "stranded_bytes", "least_bytes", "most_bytes", "target_bytes", "resized_because")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,10 @@ class TierStats(_message.Message):
     SPARE_BYTES_FIELD_NUMBER: _ClassVar[int]
     UNNEEDED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STRANDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEAST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIZED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
     tier: _cache_pb2.Tier
     capacity_bytes: int
     used_bytes: int
@@ -45,7 +49,11 @@ class TierStats(_message.Message):
     spare_bytes: int
     unneeded_bytes: int
     stranded_bytes: int
-    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., promoted_blocks: _Optional[int] = ..., trouble: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., unneeded_bytes: _Optional[int] = ..., stranded_bytes: _Optional[int] = ...) -> None: ...
+    least_bytes: int
+    most_bytes: int
+    target_bytes: int
+    resized_because: str
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., promoted_blocks: _Optional[int] = ..., trouble: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., unneeded_bytes: _Optional[int] = ..., stranded_bytes: _Optional[int] = ..., least_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ..., target_bytes: _Optional[int] = ..., resized_because: _Optional[str] = ...) -> None: ...
 
 class Trouble(_message.Message):
     __slots__ = ("part", "what", "remedy", "since_s")

@@ -152,6 +152,38 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        ({"gpu.bytes": "1GiB", "gpu.least_bytes": "1MiB"}, ["gpu.bytes = 1073741824", "gpu.least_bytes = 1048576"]),
+        (
+            {"gpu.bytes": "auto", "gpu.most_bytes": "auto"},
+            ["gpu.bytes = auto is a fixed size", "leave one of them out"],
+        ),
+        ({"gpu.least_bytes": "2MiB", "gpu.most_bytes": "1MiB"}, ["gpu.least_bytes = 2097152 is above", "1048576"]),
+        ({"gpu.most_bytes": 0}, ["gpu.most_bytes = 0", "raise it"]),
+        ({"gpu.reserve_bytes": "1GiB"}, ["gpu.reserve_bytes = 1073741824", "has a fixed size", "gpu.most_bytes"]),
+        ({"gpu.idle_s": 9}, ["gpu.idle_s = 9.0", "has a fixed size"]),
+        ({"gpu.most_bytes": "1GiB", "worker.kv": "paged"}, ["with worker.kv = paged it has a fixed size"]),
+        ({"gpu.most_bytes": "1GiB", "worker.embedded": False}, ["gpu.most_bytes = 1073741824, but without a model"]),
+    ],
+)
+def test_a_gpu_tier_has_one_size_or_grows(overrides: dict[str, object], words: list[str]) -> None:
+    line = refusal({"worker.embedded": True, **overrides})
+    assert all(word in line for word in words), line
+
+
+def test_tenants_are_guaranteed_what_an_idle_tier_has(tmp_path: Path) -> None:
+    file = tmp_path / "prefixd.toml"
+    file.write_text('[tenants.a]\ngpu_guaranteed = "2MiB"\n')
+    grows = {"worker.embedded": True, "gpu.most_bytes": "8MiB"}
+    assert Settings.load(file, {**grows, "gpu.least_bytes": "2MiB"}, {}).gpu.elastic
+    with pytest.raises(
+        ConfigError, match=r"guaranteed 2097152 bytes of the gpu tier, which has 1048576 .* or raise gpu.l"
+    ):
+        Settings.load(file, {**grows, "gpu.least_bytes": "1MiB"}, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
         ({"cpu.bytes": "12QiB"}, ["cpu.bytes = '12QiB'", "8GiB", "the command line"]),
         ({"disk.bytes": "-1"}, ["disk.bytes = '-1'", "not below 0"]),
         ({"scheduler.policy": "lru"}, ["scheduler.policy = 'lru'", "'shortest-ready' or 'deadline'"]),

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +24,16 @@ from prefixd_swap.transfers import Urgency
 
 _ALLOCATED_AT_ONCE = 2048  # slots: a millisecond or two on the event loop
 _EVICTED_AT_ONCE = 384
+
+
+class Grow(Protocol):
+    """Makes the compute tier larger for a request that waits."""
+
+    async def __call__(self, frames: int, *, needed: bool) -> bool:
+        """Adds up to `frames` frames; returns whether some came.
+
+        needed: no block can be evicted instead.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,12 @@ class Allocation:
         room: makes room.
         checksums: its tasks hold blocks that may be evicted afterwards.
         working: a context for work with slots that are recorded nowhere else.
+
+    Attributes:
+        grow: makes the compute tier larger; None: its size is fixed.
     """
+
+    grow: Grow | None = None
 
     def __init__(
         self,
@@ -75,6 +91,8 @@ class Allocation:
         self, tier: MemoryTier, sizes: Sequence[int], blocks: int, claim: Claim | None = None, near: Sequence[int] = ()
     ) -> Slots:
         """Allocates slots for up to `blocks` blocks in a memory tier, evicting blocks; fewer if room is short.
+
+        A compute tier that may grow grows before blocks are evicted, unless the slots are for a prefetch.
 
         Args:
             tier: where.
@@ -110,7 +128,11 @@ class Allocation:
                         allocated.append(some)
                         count += len(some)
                         hint = some[-1]
-                    elif not await self._make_room(tier, sizes, allowed, lacking, claim):
+                    elif not (
+                        (allowed and await self._grow(tier, lacking * footprint, claim))
+                        or await self._make_room(tier, sizes, allowed, lacking, claim)
+                        or (allowed and await self._grow(tier, lacking * footprint, claim, needed=True))
+                    ):
                         break
                     await give_way()
             except BaseException:
@@ -134,6 +156,20 @@ class Allocation:
             return False
         await asyncio.wait(hashing, return_when=asyncio.FIRST_COMPLETED)  # some of them may go now
         return True
+
+    async def _grow(self, tier: MemoryTier, nbytes: int, claim: Claim, *, needed: bool = False) -> bool:
+        """Makes the compute tier larger, so that `nbytes` are free; returns whether it is larger now."""
+        if self.grow is None or tier is not self._tiers.compute or claim.movement.urgency is not Urgency.DEMAND:
+            return False
+        lacking = max(1, nbytes - (tier.capacity_bytes - tier.used_bytes))
+        return await self.grow(-(-lacking // self._tiers.frames.frame_bytes), needed=needed)
+
+    async def has_frames(self, count: int) -> bool:
+        """Whether the compute tier has `count` frames in all, or has grown to as many."""
+        pool = self._tiers.frames
+        if pool.lasting < count and self.grow is not None:
+            await self.grow(count - pool.lasting, needed=False)
+        return pool.lasting >= count
 
     async def take_frames(
         self,
@@ -163,24 +199,39 @@ class Allocation:
         tenant = tenant or self._use.tenants.default
         sizes = [width * frame for width in widths]
         wanted = count * tier.footprint(sizes) + beside * frame
-        limits = [(wanted + tier.used_bytes - tier.capacity_bytes, False)]
-        if (room := self._use.room(tenant, tier)) is not None:
-            limits.append((wanted - room, True))
-        for lacking, own in limits:
-            if lacking > 0:
-                losses = self._use.losses(tenant, tier, own=own)
-                may_sink = self._tiers.below(tier) is not None
-                if not await can_free(
-                    *(self._tries, tier.level, lacking),
-                    demotable=may_sink,
-                    weigh=lambda nbytes: tier.footprint((nbytes,)),
-                    losses=losses,
-                ):
-                    return None
         claim = Claim(tenant=tenant, account=self._use.granted(tenant, tier))
+        room = self._use.room(tenant, tier)
+        if room is not None and room < wanted and not await self._can_free(tenant, wanted - room, own=True):
+            return None
+        if not await self._has_room(wanted, claim, grows=room is None or room >= wanted):
+            return None
         slots = await self.allocate(tier, sizes, count, claim, near)
         if len(slots) < count:
             tier.free(slots)
             return None
         frames: list[int] = slots.ravel().tolist()
         return frames
+
+    async def _has_room(self, nbytes: int, claim: Claim, *, grows: bool) -> bool:
+        """Whether `nbytes` of the compute tier are free, or can be freed; makes the tier larger where it may."""
+        tier = self._tiers.compute
+
+        def lacking() -> int:
+            return nbytes + tier.used_bytes - tier.capacity_bytes
+
+        while lacking() > 0 and grows and await self._grow(tier, nbytes, claim):
+            pass
+        while lacking() > 0 and not await self._can_free(claim.tenant, lacking(), own=False):
+            if not (grows and await self._grow(tier, nbytes, claim, needed=True)):
+                return False
+        return True
+
+    async def _can_free(self, tenant: Tenant | None, nbytes: int, *, own: bool) -> bool:
+        """Whether evictions can free `nbytes` of the compute tier for a tenant; `own`: of its own blocks."""
+        tier = self._tiers.compute
+        return await can_free(
+            *(self._tries, tier.level, nbytes),
+            demotable=self._tiers.below(tier) is not None,
+            weigh=lambda size: tier.footprint((size,)),
+            losses=self._use.losses(tenant, tier, own=own),
+        )

@@ -379,14 +379,17 @@ class TenantUse:
         """Bytes that a tenant is guaranteed of a tier."""
         return _quota(tenant, tier.level)[0]
 
-    def hold_bounds(self, tier: Tier) -> dict[Tenant, int] | None:
-        """Bytes that each tenant may hold in a tier if no other tenant holds any; None: there are no quotas."""
+    def hold_bounds(self, tier: Tier, capacity_bytes: int | None = None) -> dict[Tenant, int] | None:
+        """Bytes that each tenant may hold in a tier, of its size or of `capacity_bytes`, if no other tenant holds any;
+        None: there are no quotas."""
+        if capacity_bytes is None:
+            capacity_bytes = tier.capacity_bytes
         quotas = {tenant: _quota(tenant, tier.level) for tenant in self.tenants.all}
         if all(quota == _UNLIMITED for quota in quotas.values()):
             return None
-        common = tier.capacity_bytes - sum(guaranteed for guaranteed, _ in quotas.values())
+        common = capacity_bytes - sum(guaranteed for guaranteed, _ in quotas.values())
         return {
-            tenant: min(guaranteed + max(common, 0), tier.capacity_bytes if most is None else most)
+            tenant: min(guaranteed + max(common, 0), capacity_bytes if most is None else most)
             for tenant, (guaranteed, most) in quotas.items()
         }
 

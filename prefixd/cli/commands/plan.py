@@ -46,6 +46,14 @@ _DEFAULTS = {"worker.max_running": 64, "worker.max_step_tokens": 2048, "worker.b
 _SWEEP_FACTORS = (0.25, 0.5, 1.0, 2.0)
 
 
+def _fixed_size() -> dict[str, Any]:
+    """Settings that give the planned GPU tier the size of --gpu, even if the real daemon's grows by itself."""
+    from prefixd.settings.tiers import GpuSettings
+
+    names = ("least_bytes", "most_bytes", "reserve_bytes", "idle_s")
+    return {f"gpu.{name}": getattr(GpuSettings(), name) for name in names}
+
+
 def _option(name: str, panel: str | None, metavar: str, help: str) -> Any:
     return typer.Option(name, metavar=metavar, rich_help_panel=panel, show_default=False, help=help)
 
@@ -222,6 +230,7 @@ def plan_command(
     given = parse_assignments(assignments)
     base = {
         **_NO_CONFIGURED_MODEL,
+        **_fixed_size(),
         "scheduler.queue_limit": len(found),  # the queue refuses no request
         **given,
     }

@@ -53,6 +53,9 @@ def resize_command(
     Cached blocks move to a tier below, or are evicted. Running requests keep their blocks: if they need more than the
     new size, the command waits for them; if they still hold more after --wait, the tier stays larger, and the command
     reports that and fails. Ctrl-C ends the command; the tier keeps the size that it has then.
+
+    Of a tier that grows and shrinks by itself (gpu.least_bytes, gpu.most_bytes) SIZE is the most that it has from now
+    on.
     """
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import progress

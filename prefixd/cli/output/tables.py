@@ -149,6 +149,9 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
     out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
     out.print(_tier_table(stats.tiers))
+    for tier in stats.tiers:
+        if tier.most_bytes:
+            out.print(_size_line(tier), markup=False)
     if stats.namespaces:
         out.print(_namespace_table(stats.namespaces, stats.models))
         if stats.other_namespaces:
@@ -183,6 +186,13 @@ def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
             *(f"{count:,}" for count in counts + moves),
         )
     return made
+
+
+def _size_line(tier: admin_pb2.TierStats) -> str:
+    """Returns the bounds of a tier that grows and shrinks by itself, and why it has its size."""
+    bounds = f"{tier_name(tier.tier)} tier: from {as_size(tier.least_bytes)} to {as_size(tier.most_bytes)}"
+    target = f", on its way to {as_size(tier.target_bytes)}" if tier.target_bytes != tier.capacity_bytes else ""
+    return f"{bounds}, now {as_size(tier.capacity_bytes)}{target}; last change: {tier.resized_because}"
 
 
 def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Sequence[admin_pb2.ModelStats]) -> Table:

@@ -21,6 +21,7 @@ from prefixd.server.figures.metrics import METRIC, METRICS
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.kv_events import KVEvents
 from prefixd.serving.dispatch.dispatcher import Dispatcher
+from prefixd.serving.models.elastic_tier import ElasticTier
 from prefixd.serving.models.model_host import ModelHost
 from prefixd.serving.models.worker_process import WorkerState
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
@@ -51,6 +52,7 @@ class Snapshot:
     models: Mapping[str, ModelHost]
     tenants: TenantFigures
     events: KVEvents | None = None
+    elastic: ElasticTier | None = None
 
     async def take(self) -> pb.StatsResponse:
         """Returns the figures now. Counts of blocks are up to some milliseconds old at a million blocks."""
@@ -126,6 +128,7 @@ class Snapshot:
         if isinstance(tier, MemoryTier):
             in_flight = used - cached[level] - quarantined
         counters = tiers.counters[level]
+        size = self.elastic.figures if self.elastic is not None and tier is tiers.compute else None
         return pb.TierStats(
             tier=Tier(level).wire,
             capacity_bytes=tier.capacity_bytes,
@@ -142,6 +145,10 @@ class Snapshot:
             spare_bytes=unused.spare,
             unneeded_bytes=unused.unneeded,
             stranded_bytes=tier.stranded_bytes if isinstance(tier, GpuTier) else 0,
+            least_bytes=0 if size is None else size.least_bytes,
+            most_bytes=0 if size is None else size.most_bytes,
+            target_bytes=0 if size is None else size.target_bytes,
+            resized_because="" if size is None else size.reason,
         )
 
     def _scrub_stats(self) -> pb.ScrubStats:

@@ -58,7 +58,8 @@ class HandOver:
         keep = self._states.choose(request) if request.kv.state_frames and keeps else []
         wanted = len(keep) + self._states.keeps_tails if request.kv.state_frames and keeps else 0
         fresh = None
-        if wanted and request.most_frames + wanted * request.kv.state_frames <= self._cache.tiers.frames.lasting:
+        most = request.most_frames + wanted * request.kv.state_frames
+        if wanted and await self._cache.mover.slots.has_frames(most):
             fresh = await take_first_frames(self._cache, request, 1 + wanted)
         if fresh is None:  # it runs all the same, and none of its states is kept
             keep = []

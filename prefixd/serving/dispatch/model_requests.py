@@ -43,6 +43,11 @@ class Requests:
         return self.ready and not self.interrupted
 
     @property
+    def busy(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self.waiting or self.running or self.interrupted)
+
+    @property
     def begun(self) -> list[Request]:
         """Requests that have a run."""
         return [*self.running.values(), *self.interrupted.values()]
@@ -81,7 +86,7 @@ class Requests:
 
     def wake(self) -> None:
         """Has the dispatcher look at its requests again."""
-        if self.waiting or self.running or self.interrupted:
+        if self.busy:
             self._idle.clear()
         else:
             self._idle.set()

@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping
 from prefixd.base.errors import ConfigError, UnavailableError
 from prefixd.cache import TieredCache
 from prefixd.serving.kv_shape import KvShape
+from prefixd.serving.models.elastic_size import Bounds
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Hello
 from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory, started_threads
@@ -36,22 +37,25 @@ SHARE = 0.9
 """Share of the memory that is free after the weights. The rest is a reserve: estimates are inexact, and other processes
 may use the device."""
 
+_RESERVE_SHARE = 20
 
-def automatic_bytes(memory: VirtualMemory, hellos: Collection[Hello], untouched_bytes: int) -> int:
-    """The tier's size for `gpu.bytes = "auto"` on this device now; below 0 if not even the models fit.
+
+def automatic_bytes(memory: VirtualMemory, hellos: Collection[Hello], untouched_bytes: int, setting: str) -> int:
+    """The tier's size, or its most, for "auto" on this device now; below 0 if not even the models fit.
 
     Args:
         memory: on the device, which is asked for its free memory.
         hellos: estimates of the models' memory; their weights are not loaded yet.
         untouched_bytes: reserved memory of the same device that has not been touched yet.
+        setting: gpu.bytes or gpu.most_bytes.
     """
     free = memory.available_bytes()
     weights, working = (sum(getattr(hello, name) for hello in hellos) for name in ("weights_bytes", "working_bytes"))
     nbytes = int((free - untouched_bytes - weights - working) * SHARE)
     log.info(
-        "gpu.bytes = auto: %d bytes, %d%% of what is left of %d free on %s after %d for the weights, %d to work with "
+        "%s = auto: %d bytes, %d%% of what is left of %d free on %s after %d for the weights, %d to work with "
         "and %d for the CPU tier",
-        *(nbytes, round(SHARE * 100), free, memory.device, weights, working, untouched_bytes),
+        *(setting, nbytes, round(SHARE * 100), free, memory.device, weights, working, untouched_bytes),
     )
     return nbytes
 
@@ -132,6 +136,23 @@ class GpuMemory:
             raise self._refused[model]
         return made.result()
 
+    async def elastic_pool(self) -> tuple[FramePool, Bounds]:
+        """Waits until the tier is made; returns its frames and the bounds of its size. Raises as `frames_for`."""
+        made = self._awaited
+        await asyncio.wait({made})
+        pool = made.result()
+        gpu, frame_bytes = self._settings.gpu, pool.frame_bytes
+        reserve_bytes = gpu.reserve_bytes
+        if reserve_bytes is None:
+            reserve_bytes = pool.memory.total_bytes() // _RESERVE_SHARE
+        return pool, Bounds(pool.capacity, pool.attainable, -(-reserve_bytes // frame_bytes), gpu.idle_s)
+
+    def device_bytes(self, pool: FramePool) -> tuple[int, int]:
+        """Free bytes of the device, without those that the CPU tier was promised and has not touched, and all its
+        bytes. Asks the system, so call it in a thread."""
+        memory = pool.memory
+        return memory.available_bytes() - self._untouched_bytes(memory), memory.total_bytes()
+
     def leave_out(self, model: str) -> None:
         """A model's worker was given up: the others stop waiting for it."""
         if model in self._missing:
@@ -176,9 +197,10 @@ class GpuMemory:
             pool = await self._pool()
         except Exception as error:
             self._forget_memory()
-            asked = self._settings.gpu.bytes
             if isinstance(error, SwapError):
-                error = ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}")
+                gpu = self._settings.gpu
+                asked = f"gpu.least_bytes = {gpu.least_bytes or 0}" if gpu.elastic else f"{gpu.bytes} bytes"
+                error = ConfigError(f"the GPU tier of {asked} cannot be made: {error}")
             made.set_exception(error)
             made.exception()  # read here, since each refused model gets its own error
         else:
@@ -218,7 +240,8 @@ class GpuMemory:
 
     async def _pool_of(self, models: Mapping[str, Hello]) -> FramePool:
         """Raises _TooSmallError for the largest model of those that do not fit."""
-        asked, hellos, loop = self._settings.gpu.bytes, models.values(), asyncio.get_running_loop()
+        gpu, hellos, loop = self._settings.gpu, models.values(), asyncio.get_running_loop()
+        setting, asked = ("gpu.most_bytes", gpu.most_bytes or "auto") if gpu.elastic else ("gpu.bytes", gpu.bytes)
         frame_bytes = common_frame_bytes(hellos)
         chunk_bytes = math.gcd(*(hello.chunk_bytes for hello in hellos))
         memory = self._memory = await loop.run_in_executor(self._threads, create_memory, self._device, chunk_bytes)
@@ -226,7 +249,7 @@ class GpuMemory:
             memory.stop_creating()
         nbytes = asked
         if asked == "auto":
-            nbytes = await loop.run_in_executor(self._threads, self._automatic_bytes, memory, hellos)
+            nbytes = await loop.run_in_executor(self._threads, self._automatic_bytes, memory, hellos, setting)
         assert isinstance(nbytes, int)
         frames = nbytes // frame_bytes
         shapes = {model: KvShape.of(hello.in_frames(frame_bytes), 0) for model, hello in models.items()}
@@ -241,25 +264,33 @@ class GpuMemory:
             )
             least = shapes[model].least_frames
             need, automatic = least * frame_bytes, asked == "auto"
-            remedy = f"raise gpu.bytes to {need}"
+            remedy = f"raise {setting} to {need}"
             if automatic:
                 remedy = f"free memory on {memory.device}, where its weights take {models[model].weights_bytes} bytes,"
             raise _TooSmallError(
                 model,
-                f"gpu.bytes = {asked}{f', {nbytes} bytes,' if automatic else ''} holds {max(frames, 0)} frames of "
+                f"{setting} = {asked}{f', {nbytes} bytes,' if automatic else ''} holds {max(frames, 0)} frames of "
                 f"{frame_bytes} bytes, and a request of {model} needs at least {least}, {need} bytes; {remedy} or "
                 "lower worker.block_tokens",
             )
         if len(models) > 1:
             takes = ", ".join(f"{shape.block_frames + shape.state_frames}" for shape in shapes.values())
             log.info("%d models share frames of %d bytes; a block takes %s of them", len(models), frame_bytes, takes)
-        most = most_frames(memory, frame_bytes, frames)
-        return await loop.run_in_executor(self._threads, FramePool, memory, frame_bytes, frames, most)
+        most, first = most_frames(memory, frame_bytes, frames), frames
+        if gpu.elastic:
+            smallest = max(shape.least_frames for shape in shapes.values())
+            first = min(max((gpu.least_bytes or 0) // frame_bytes, smallest), frames)
+        pool = await loop.run_in_executor(self._threads, FramePool, memory, frame_bytes, first, most)
+        if gpu.elastic:
+            pool.let_grow(frames)
+        return pool
 
-    def _automatic_bytes(self, memory: VirtualMemory, hellos: Collection[Hello]) -> int:
+    def _automatic_bytes(self, memory: VirtualMemory, hellos: Collection[Hello], setting: str) -> int:
+        return automatic_bytes(memory, hellos, self._untouched_bytes(memory), setting)
+
+    def _untouched_bytes(self, memory: VirtualMemory) -> int:
         shared = self._cache.tiers.shared
-        untouched = shared.arena.untouched_bytes() if isinstance(shared, CpuTier) and not memory.on_device else 0
-        return automatic_bytes(memory, hellos, untouched)
+        return shared.arena.untouched_bytes() if isinstance(shared, CpuTier) and not memory.on_device else 0
 
 
 def common_frame_bytes(hellos: Collection[Hello]) -> int:

@@ -161,8 +161,10 @@ class ModelHost:
             await self.worker.stop()
 
     async def model(self) -> ServedModel:
-        """Waits for the model, with the tier's present size. Raises UnavailableError when its worker was given up, or
-        when the daemon ends first."""
+        """Waits for the model, with the frames that its tier may have.
+
+        Raises UnavailableError when its worker was given up, or when the daemon ends first.
+        """
         if self._model is None:
             raise UnavailableError("the model is not being loaded; start the daemon's worker first")
         try:
@@ -176,7 +178,7 @@ class ModelHost:
             raise UnavailableError(f"the model cannot be served: {error}") from error
         if self.worker.failure:
             raise UnavailableError(f"the worker was given up: {self.worker.failure}")
-        return replace(model, frames=self._cache.tiers.frames.lasting)
+        return replace(model, frames=self._cache.tiers.frames.attainable)
 
     async def _load(self) -> ServedModel:
         draft, data_dir = self._settings.worker.draft_model, self._settings.data_dir
@@ -215,7 +217,7 @@ class ModelHost:
             )
         self.namespace_name = namespace.name
         self._namespaces = [self._cache.unlisted(spec) for spec in (namespace, of_images) if spec is not None]
-        frames = self._cache.tiers.frames.capacity
+        frames = self._cache.tiers.frames.attainable
         return ServedModel(hello, kv, namespace, codec, self._text, frames, images, of_images)
 
     async def _read_image_processor(self, hello: Hello) -> ImageReader:

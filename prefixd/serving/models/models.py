@@ -10,6 +10,7 @@ from pathlib import Path
 from prefixd.base.errors import ConfigError
 from prefixd.cache import TieredCache
 from prefixd.serving.dispatch.capacity.tier_share import TierShare
+from prefixd.serving.models.elastic_tier import ElasticTier
 from prefixd.serving.models.embedded_model import ensure_embedded_model
 from prefixd.serving.models.gpu_memory import GpuMemory
 from prefixd.serving.models.model_host import ModelHost
@@ -30,6 +31,7 @@ class Models:
 
     Attributes:
         hosts: by name, in the order of the settings; the first is the default model.
+        elastic: changes the GPU tier's size with the load; None if its size is fixed.
 
     Raises ConfigError for a directory that is not there, and for two of one name.
     """
@@ -51,15 +53,22 @@ class Models:
             [host.dispatcher for host in self.hosts.values()],
             clock,
         )
+        self.elastic = None
+        if settings.gpu.elastic:
+            dispatchers = [host.dispatcher for host in self.hosts.values()]
+            self.elastic = ElasticTier(cache, self.tier_resize, share, dispatchers, clock, self.gpu.device_bytes)
 
     def start(self) -> list[asyncio.Task[None]]:
         """Starts the workers and the dispatchers; returns the tasks that run them."""
-        return [task for host in self.hosts.values() for task in host.start()]
+        tasks = [task for host in self.hosts.values() for task in host.start()]
+        return tasks if self.elastic is None else [*tasks, self.elastic.start(self.gpu.elastic_pool())]
 
     async def stop(self) -> None:
         """Ends the workers and gives the GPU tier's memory back."""
         hosts = list(self.hosts.values())
         self.tier_resize.interrupt()
+        if self.elastic is not None:
+            self.elastic.interrupt()
         for host in hosts:
             host.stop_tokenizing()
         for host in hosts:
@@ -68,6 +77,8 @@ class Models:
         await asyncio.sleep(0)  # each worker is marked as stopping before the tier that it waits for fails
         self.gpu.stop_making()
         await asyncio.gather(*ending)
+        if self.elastic is not None:
+            await self.elastic.stop()
         await self.tier_resize.stop()
         for host in hosts:
             await host.stop_loading()

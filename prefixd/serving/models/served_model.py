@@ -35,7 +35,7 @@ class ServedModel:
     threads: TokenizerThreads
     """Where texts are tokenized."""
     frames: int
-    """Frames of the GPU tier."""
+    """Frames that the GPU tier has, or may come to have."""
     images: ImageReader | None = None
     """Reads the images of prompts; None for a model of text alone."""
     image_namespace: NamespaceSpec | None = None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -76,25 +76,57 @@ class ResizeProgress:
 
 
 @dataclass(slots=True)
-class _Job:
-    """A resize under way: to `frames` frames, with `wait_s` for each slice."""
+class Change:
+    """A change of the tier's size that is under way, or has ended.
+
+    Attributes:
+        frames: the size to reach; the caller may change it meanwhile, on the same side of the present size.
+        wait_s: it ends when no slice was done for so long.
+        retry_s: pause before it looks again for frames that can go.
+        on_slice: called after each slice that makes the tier larger.
+        by_itself: no operator asked for it; whoever began it logs what came of it.
+        deadline_s: when it ends, unless a slice is done before.
+        unfinished: why it ended before `frames` was reached; empty if it reached it.
+        cancelled: set by the caller to end it after the slice under way.
+        task: runs it.
+    """
 
     frames: int
     wait_s: float
+    retry_s: float
+    on_slice: Callable[[], None]
     deadline_s: float
+    by_itself: bool = False
     unfinished: str = ""
     cancelled: bool = False
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.task is not None and not self.task.done()
+
+    async def wait(self) -> None:
+        """Returns when it has ended."""
+        if self.task is not None:
+            await asyncio.wait({self.task})
 
 
 class TierResize:
-    """Resizes the compute tier; one resize at a time.
+    """Resizes the compute tier; one change at a time.
 
     Args:
         cache: the cache.
         workers: of all models; they map the tier's memory.
         dispatchers: of all models; they give the tier's frames to requests.
         clock: seconds.
+
+    Attributes:
+        limit: of a tier that changes its size by itself: makes the frames of a resize its most, when no change is under
+            way any more; returns to which size to change now. Raises InvalidArgumentError. None: the size is fixed.
     """
+
+    limit: Callable[[int], Awaitable[int]] | None = None
 
     def __init__(
         self,
@@ -109,14 +141,14 @@ class TierResize:
         self._clock = clock
         self._stopping = False
         self._begun = False
-        self._job: _Job | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._change: Change | None = None
         self._withdrawn: list[FrameId] = []  # withdrawn frames whose memory is not given back yet
 
     async def resize(self, nbytes: int, wait_s: float) -> AsyncGenerator[ResizeProgress, None]:
         """Resizes the tier to at most `nbytes`; yields the progress, for the last time when the resize is done.
 
-        Closing the generator ends the resize after the slice under way.
+        Closing the generator ends the resize after the slice under way. If the tier changes its size by itself,
+        `nbytes` is the most that it has from now on, and it only becomes smaller here.
 
         Args:
             nbytes: the new size; as many whole frames as fit.
@@ -142,38 +174,67 @@ class TierResize:
             check_guarantees({each.name: each.quota for each in self._cache.tenants}, tier.name, nbytes)
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from None
+        if self.limit is not None:
+            if frames > pool.most:
+                raise ExhaustedError(
+                    f"{nbytes} bytes are more than the gpu tier can ever have; give at most {pool.most * frame_bytes}"
+                )
+            frames = await self.limit(frames)
         if self._begun:
-            going = "" if self._job is None else f" to {self._job.frames * frame_bytes} bytes"
+            going = "" if self._change is None else f" to {self._change.frames * frame_bytes} bytes"
             raise PreconditionError(f"the gpu tier is being resized{going} now; wait for its end, or end it")
         self._begun = True
         try:
             await _check_fits(pool, frames)
-            job = self._job = _Job(frames, wait_s, self._clock() + wait_s)
-            self._task = asyncio.create_task(self._run(tier, job), name="tier-resize")
+            log.info("resizing the gpu tier from %d to %d frames", pool.capacity, frames)
+            change = self._start(tier, frames, wait_s, _RETRY_S, lambda: None)
         except BaseException:
             self._begun = False
             raise
         counters = self._cache.tiers.counters[tier.level]
         evicted, demoted = counters.evicted, counters.demoted
         progress = ResizeProgress(pool.capacity * frame_bytes, frames * frame_bytes, pool.capacity * frame_bytes)
+        assert change.task is not None
         try:
             while not progress.done:
-                await asyncio.wait({self._task}, timeout=_PROGRESS_S)
+                await asyncio.wait({change.task}, timeout=_PROGRESS_S)
                 progress.nbytes = pool.capacity * frame_bytes
                 progress.evicted_blocks = counters.evicted - evicted
                 progress.demoted_blocks = counters.demoted - demoted
-                if self._task.done():
-                    self._task.result()
-                    progress.done, progress.unfinished = True, job.unfinished
+                if change.task.done():
+                    change.task.result()
+                    progress.done, progress.unfinished = True, change.unfinished
                 yield progress
         finally:
-            job.cancelled = True
+            change.cancelled = True
+
+    @property
+    def busy(self) -> bool:
+        """Whether a change is under way."""
+        return self._begun
+
+    def begin(
+        self, frames: int, wait_s: float, retry_s: float, on_slice: Callable[[], None] = lambda: None
+    ) -> Change | None:
+        """Begins to change the tier to `frames` frames; None if a change is under way, or the daemon ends."""
+        compute = self._cache.tiers.compute
+        if self._begun or self._stopping or not isinstance(compute, GpuTier):
+            return None
+        self._begun = True
+        change = self._start(compute, frames, wait_s, retry_s, on_slice)
+        change.by_itself = True
+        return change
+
+    @property
+    def begun_frames(self) -> int:
+        """The most frames that a request which runs, or has run, may come to need."""
+        return max(dispatcher.requests.begun_frames() for dispatcher in self._dispatchers)
 
     async def stop(self) -> None:
         """Ends a resize under way. The workers have ended; the tier's memory is given back next."""
         self._stopping = True
-        if self._task is not None:
-            await asyncio.wait({self._task})
+        if self._change is not None:
+            await self._change.wait()
 
     def interrupt(self) -> None:
         """The daemon ends: no further slice begins."""
@@ -194,68 +255,81 @@ class TierResize:
             raise PreconditionError("the gpu tier is not there yet: the model is being loaded; try again soon")
         return compute
 
-    async def _run(self, tier: GpuTier, job: _Job) -> None:
+    def _start(
+        self,
+        tier: GpuTier,
+        frames: int,
+        wait_s: float,
+        retry_s: float,
+        on_slice: Callable[[], None],
+    ) -> Change:
+        change = self._change = Change(frames, wait_s, retry_s, on_slice, self._clock() + wait_s)
+        change.task = asyncio.create_task(self._run(tier, change), name="tier-resize")
+        return change
+
+    async def _run(self, tier: GpuTier, change: Change) -> None:
         pool = tier.pool
         before = pool.capacity
-        log.info("resizing the gpu tier from %d to %d frames", before, job.frames)
         try:
             if self._withdrawn:
                 async with self._changing_frames():
                     await self._give_back(pool)
-            await (self._grow(tier, job) if job.frames > before else self._shrink(tier, job))
+            await (self._grow(tier, change) if change.frames > before else self._shrink(tier, change))
         except (PrefixdError, SwapError) as error:
-            job.unfinished = str(error)
+            change.unfinished = str(error)
         finally:
             pool.plan(None)
             self._frames_changed()
             self._begun = False
-        if pool.capacity != job.frames and not job.unfinished:
-            job.unfinished = "it was ended"
-        log.info(
+        if pool.capacity != change.frames and not change.unfinished:
+            change.unfinished = "it was ended"
+        log.log(
+            logging.DEBUG if change.by_itself else logging.INFO,
             "the gpu tier has %d frames, before %d%s",
-            *(pool.capacity, before, f"; not all was done: {job.unfinished}" if job.unfinished else ""),
+            *(pool.capacity, before, f"; not all was done: {change.unfinished}" if change.unfinished else ""),
         )
 
-    def _may_continue(self, job: _Job) -> bool:
-        return not (job.cancelled or self._stopping)
+    def _may_continue(self, change: Change) -> bool:
+        return not (change.cancelled or self._stopping)
 
-    async def _grow(self, tier: GpuTier, job: _Job) -> None:
+    async def _grow(self, tier: GpuTier, change: Change) -> None:
         pool = tier.pool
-        while pool.capacity < job.frames:
+        while pool.capacity < change.frames:
             await self._wait_for_workers()
-            if not self._may_continue(job):
+            if not self._may_continue(change):
                 return
             async with self._changing_frames():
-                count = min(job.frames - pool.capacity, _slice_frames(pool))
+                count = min(change.frames - pool.capacity, _slice_frames(pool))
                 new = await in_thread(lambda count=count: pool.create(count))  # type: ignore[misc]
                 for worker in self._workers:
                     await worker.grow(pool, new)
                 tier.admit(new)
             self._frames_changed()
+            change.on_slice()
 
-    async def _shrink(self, tier: GpuTier, job: _Job) -> None:
+    async def _shrink(self, tier: GpuTier, change: Change) -> None:
         pool = tier.pool
-        while pool.capacity > job.frames:
+        while pool.capacity > change.frames:
             await self._wait_for_workers()
-            if not self._may_continue(job):
+            if not self._may_continue(change):
                 return
-            keep = max(job.frames, self._begun_frames())
+            keep = max(change.frames, self.begun_frames)
             pool.plan(keep)
             self._frames_changed()
-            frames = await self._take(tier, min(pool.capacity - keep, _slice_frames(pool)), job)
+            frames = await self._take(tier, min(pool.capacity - keep, _slice_frames(pool)), change)
             if frames:
                 tier.withdraw(frames)
                 self._withdrawn += frames
                 async with self._changing_frames():
                     await self._give_back(pool)
-                job.deadline_s = self._clock() + job.wait_s
-            elif self._clock() >= job.deadline_s:
-                job.unfinished = self._describe_holders()
+                change.deadline_s = self._clock() + change.wait_s
+            elif self._clock() >= change.deadline_s:
+                change.unfinished = self._describe_holders()
                 return
             else:
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(change.retry_s)
 
-    async def _take(self, tier: GpuTier, count: int, job: _Job) -> list[FrameId]:
+    async def _take(self, tier: GpuTier, count: int, change: Change) -> list[FrameId]:
         """Takes up to `count` frames, which no request has any more.
 
         Takes none if making room lasts until the deadline, or if the resize is ended; copies under way then go on.
@@ -279,7 +353,7 @@ class TierResize:
         taking = self._cache.mover.spawn(take())
         while not taking.done():
             await asyncio.wait({taking}, timeout=_RETRY_S)
-            if not taking.done() and (self._clock() > job.deadline_s or not self._may_continue(job)):
+            if not taking.done() and (self._clock() > change.deadline_s or not self._may_continue(change)):
                 room.leave()
                 return []
         return taking.result()
@@ -310,13 +384,10 @@ class TierResize:
         for dispatcher in self._dispatchers:
             dispatcher.wake()
 
-    def _begun_frames(self) -> int:
-        return max(dispatcher.requests.begun_frames() for dispatcher in self._dispatchers)
-
     def _describe_holders(self) -> str:
         text = f"{name_holders(self._cache)}; resize again when they have ended, or cancel them"
         if running := sum(len(each.running) for each in self._dispatchers):
-            needed = self._begun_frames()
+            needed = self.begun_frames
             text = f"{running} requests run, of which the largest may come to need {needed} frames; {text}"
         return text
 

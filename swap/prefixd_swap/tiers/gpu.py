@@ -35,11 +35,16 @@ class GpuTier(MemoryTier):
         return self.pool.capacity * self.frame_bytes
 
     @property
+    def attainable_bytes(self) -> int:
+        """As `FramePool.attainable`."""
+        return self.pool.attainable * self.frame_bytes
+
+    @property
     def used_bytes(self) -> int:
         return self.pool.used_count * self.frame_bytes
 
     def ever_fits(self, nbytes: Sequence[int]) -> bool:
-        return 0 < len(nbytes) <= self.pool.capacity and max(nbytes) <= self.frame_bytes
+        return 0 < len(nbytes) <= self.pool.attainable and max(nbytes) <= self.frame_bytes
 
     def footprint(self, nbytes: Sequence[int]) -> int:
         """One whole frame for each part."""

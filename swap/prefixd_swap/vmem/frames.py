@@ -58,6 +58,7 @@ class FramePool:
         self._used: npt.NDArray[np.bool_] = np.zeros(0, bool)
         self._leaving: set[FrameId] = set()
         self._plan: int | None = None
+        self._may_grow_to = 0
         self._closed = False
         try:
             self.admit(self.create(frames))
@@ -74,6 +75,11 @@ class FramePool:
     def lasting(self) -> int:
         """Frames that stay: `capacity`, or fewer while the pool is about to shrink."""
         return self.capacity if self._plan is None else min(self.capacity, self._plan)
+
+    @property
+    def attainable(self) -> int:
+        """Frames that the pool has, or gets when they are wanted: `lasting`, or more where its owner makes it grow."""
+        return max(self.lasting, self._may_grow_to)
 
     @property
     def free_count(self) -> int:
@@ -121,6 +127,10 @@ class FramePool:
     def plan(self, count: int | None) -> None:
         """Announce that the pool shrinks to `count` frames; None: all frames stay. See `lasting`."""
         self._plan = count
+
+    def let_grow(self, count: int) -> None:
+        """Announce that the pool grows to as many as `count` frames when they are wanted. See `attainable`."""
+        self._may_grow_to = count
 
     def create(self, count: int) -> NewFrames:
         """Create memory for `count` more frames, in any thread; one call at a time.

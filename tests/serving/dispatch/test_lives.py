@@ -14,15 +14,19 @@ from hypothesis import strategies as st
 from prefixd.base.errors import ExhaustedError, PreconditionError
 from prefixd.cache import check_integrity
 from prefixd.serving.loading import piece_load, tail_load
-from prefixd.serving.models import tier_resize
+from prefixd.serving.models import elastic_tier, tier_resize
+from prefixd.serving.models.elastic_size import Bounds
+from prefixd.serving.models.elastic_tier import ElasticTier
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Done
 from prefixd_scheduler import Distance
+from prefixd_swap import FramePool
 from tests.serving.bench import Bench, Events, Expected, Supervisor
 from tests.serving.fake_worker import BLOCK, MODELS
 from tests.slow import slow_but
 from tests.tries import forget_blocks, match_rows
+from tests.waiting import until
 
 S = RequestState
 COUNTED = (S.STAGING, S.RUNNING, S.STARVED, S.PREEMPTING, S.CANCELLING, S.WITHDRAWN)
@@ -55,10 +59,18 @@ def small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tier_resize, "_SLICE_FRAMES", 4)
         patch.setattr(tier_resize, "_RETRY_S", 0.0)
+        patch.setattr(elastic_tier, "_RETRY_S", 0.0)
+        patch.setattr(elastic_tier, "LOOK_S", 0.0002)
+        patch.setattr(elastic_tier, "in_thread", at_once)
         patch.setattr(piece_load, "_PIECE_S", 1e-9)
         patch.setattr(piece_load.PieceLoad, "_observe", lambda *_: None)  # "pace" says what a load takes
         patch.setattr(tail_load, "_LEAST_TOKENS", 1)
         yield
+
+
+async def at_once(work: Callable[[], Any]) -> Any:
+    """Instead of a thread, which would look when all has happened."""
+    return work()
 
 
 def prompt(number: int) -> list[int]:
@@ -67,16 +79,39 @@ def prompt(number: int) -> list[int]:
 
 
 class Operator:
-    """Resizes the tier while all that happens; the frames that the pool has addresses for are its most."""
+    """Resizes the tier while all that happens; the frames that the pool has addresses for are its most.
 
-    def __init__(self, bench: Bench) -> None:
+    An elastic tier does it by itself, and the operator only takes memory of its device, or gives it back.
+    """
+
+    def __init__(self, bench: Bench, elastic: bool) -> None:
         self.pool = bench.cache.tiers.frames
         self.tier_resize = Supervisor(bench).tier_resize()
         self.task: asyncio.Task[None] | None = None
+        self.others = self.pool.most // 2
+        self.elastic = None
+        if elastic:
+            share, dispatcher = bench.dispatcher.context.share, bench.dispatcher
+            self.elastic = ElasticTier(
+                bench.cache, self.tier_resize, share, [dispatcher], lambda: bench.now, self._device_bytes
+            )
+            self.elastic.start(self._made(max(bench.kv.least_frames, dispatcher.least_frames)))
+
+    def _device_bytes(self, pool: FramePool) -> tuple[int, int]:
+        free = pool.most + pool.most // 4 - pool.capacity - self.others
+        return free * pool.frame_bytes, 2 * pool.most * pool.frame_bytes
+
+    async def _made(self, least: int) -> tuple[FramePool, Bounds]:
+        async for _ in self.tier_resize.resize(least * self.pool.frame_bytes, 1.0):
+            pass
+        self.pool.let_grow(self.pool.most)
+        return self.pool, Bounds(least, self.pool.most, reserve=self.pool.most // 4, idle_s=1.0)
 
     def resize(self, frames: int, hang_up: bool) -> None:
         """Begins a resize, or where one is under way and its caller does, hangs up."""
-        if self.task is None or self.task.done():
+        if self.elastic is not None:
+            self.others = self.pool.most - min(frames, self.pool.most)
+        elif self.task is None or self.task.done():
             self.task = asyncio.create_task(self._resize(min(frames, self.pool.most)))
         elif hang_up:
             self.task.cancel()
@@ -88,6 +123,8 @@ class Operator:
                     pass
 
     async def ended(self) -> None:
+        if self.elastic is not None:
+            await self.elastic.stop()
         if self.task is not None:
             await asyncio.wait({self.task})
         await self.tier_resize.stop()
@@ -168,6 +205,7 @@ def check(bench: Bench, requests: list[Request]) -> None:
     policy=st.sampled_from(["fcfs", "fpf", "relaxed-fpf"]),
     mode=st.sampled_from(["auto", "swap", "recompute"]),
     paced=st.booleans(),
+    elastic=st.booleans(),
 )
 def test_nothing_is_lost_whatever_happens(
     bench_of: Callable[..., Any],
@@ -180,13 +218,16 @@ def test_nothing_is_lost_whatever_happens(
     policy: str,
     mode: str,
     paced: bool,
+    elastic: bool,
 ) -> None:
     async def scenario() -> None:
         options = {"policy": policy, "preemption": mode, "max_running": 3, "look_ahead": 2}
         parts = MODELS[model].block_frames + MODELS[model].state_frames
         async with bench_of(parts * frames, parts * cpu_slots, model=model, **options) as bench:
             requests: list[Request] = []
-            operator = Operator(bench)
+            operator = Operator(bench, elastic and model != "pages")
+            if operator.elastic is not None:
+                await until(lambda: operator.elastic.figures is not None)
             before: list[tuple[str, Any, Any]] = []
             if paced:  # both at once
                 before = [
@@ -201,6 +242,8 @@ def test_nothing_is_lost_whatever_happens(
                 await happen(bench, operator, requests, what, first, second)
                 check(bench, requests)
             bench.engine.open.set()
+            operator.others = 0
+            bench.now += 20.0
             bench.dispatcher.on_ready()
             await bench.finish(*requests)
             await asyncio.wait_for(operator.ended(), 60)

@@ -11,10 +11,13 @@ from prefixd.serving.frame_budget import name_holders
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend
+from prefixd_swap import FramePool
 
 _PATIENCE_S = 30.0
 """How long a request that runs alone may lack frames before it is ended. A short hold, such as that of a write to disk,
 ends within this time."""
+
+_LACKING = (RequestState.WAITING, RequestState.READY, RequestState.STARVED)
 
 
 class FrameSupply:
@@ -76,12 +79,16 @@ class FrameSupply:
         """A request got no frames. Ends it if it has lacked them for 30 s while no other runs: no frame will come."""
         others = [other for other in self._share.running() if other is not request]
         now_s = self._context.clock()
-        if others or self._share.moving or request.state not in (RequestState.READY, RequestState.STARVED):
+        if others or self._share.moving or request.state not in _LACKING:
             self._lacking = None
         elif self._lacking is None or self._lacking[0] != request.id:
             self._lacking = request.id, now_s
         elif now_s - self._lacking[1] >= _PATIENCE_S:
             self._lacking = None
+            pool = self._cache.tiers.frames
+            if request.most_frames > pool.lasting:
+                self._endings.end_waiting(request, _device_full(request, pool))
+                return
             # Owners have names that tenants chose: with several tenants none may see another's.
             named = name_holders(self._cache, owners=len(self._cache.tenants) == 1)
             error = ExhaustedError(
@@ -105,3 +112,13 @@ class FrameSupply:
         request = self._preemption.choose(self._share.running())
         if request is not None:
             self._share.take_back(request)
+
+
+def _device_full(request: Request, pool: FramePool) -> ExhaustedError:
+    tokens, frame_bytes = request.most_blocks * request.trie.block_tokens, pool.frame_bytes
+    return ExhaustedError(
+        f"prompt and output, up to {tokens} tokens, need up to {request.most_frames * frame_bytes} bytes of the GPU "
+        f"tier, which has {pool.lasting * frame_bytes} and may have {pool.attainable * frame_bytes}, but "
+        f"{pool.memory.device} gave no more for {_PATIENCE_S:g} s; free memory there, lower gpu.reserve_bytes, shorten "
+        "the prompt or lower max_tokens"
+    )

@@ -98,11 +98,13 @@ class GpuQuotas:
     def __init__(self, use: TenantUse, tier: GpuTier, running: Iterable[Request]) -> None:
         self._use = use
         self._tier = tier
-        self._bounds = use.hold_bounds(tier)
+        self._bounds = use.hold_bounds(tier, tier.attainable_bytes)
         self.never: list[tuple[Request, ExhaustedError]] = []
         """Requests that would not fit if their tenants had nothing else."""
         self.left_out = False
         """Whether some requests were not admitted."""
+        self.needed_frames = 0
+        """Frames of the tier with which the first request that lacks them would be admitted; 0: none lacks any."""
         if self._bounds is None:
             return
         self._held = {tenant: use.held_bytes(tenant, tier) for tenant in use.tenants}
@@ -129,6 +131,9 @@ class GpuQuotas:
         room = min(bound, tier.capacity_bytes - others) - self._held[tenant]
         if more > room:
             self.left_out = True
+            total = others + self._held[tenant] + more
+            if not self.needed_frames and tier.capacity_bytes < total <= min(tier.attainable_bytes, others + bound):
+                self.needed_frames = -(-total // tier.frame_bytes)
             return False
         self._held[tenant] += max(more, 0)
         self._reserved_of_all = others + self._reserved(tenant)
@@ -140,11 +145,11 @@ class GpuQuotas:
         use, tier, remedy = self._use, self._tier, "shorten the prompt or lower max_tokens"
         need = f"prompt and output need up to {most} bytes of the gpu tier, of which it may hold {bound}"
         others = sum(use.guaranteed(each, tier) for each in use.tenants if each is not tenant)
-        if bound < tier.capacity_bytes - others:
+        if bound < tier.attainable_bytes - others:
             return tenant.refusal("gpu_most", need, remedy)
         return tenant.refusal(
             "gpu_guaranteed",
-            f"{need}, as {others} of {tier.capacity_bytes} bytes are guaranteed to others",
+            f"{need}, as {others} of {tier.attainable_bytes} bytes are guaranteed to others",
             remedy,
             "lower what others are guaranteed or make the tier larger (`prefixd tier resize gpu`)",
         )

@@ -7,11 +7,13 @@ and is woken when some may have become free. Two rules keep every request going:
   (`preemption.py`), so two models that each have a part of the frames that they need do not wait for each other.
 - **A model whose next request lacks frames joins a line.** The others hand no new request over until it is their turn,
   so the frames of a run that ends go to the model that has lacked them for longest, not to a busy model's next request.
+
+They also note how large the tier has to be for their next requests to run (`need`), for a tier that may grow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from prefixd.serving.request.request import Request
@@ -21,6 +23,7 @@ class Sharer(Protocol):
     """A model's dispatcher, as the others see it."""
 
     running: dict[int, Request]
+    waiting: dict[int, Request]
 
     @property
     def taken_frames(self) -> int:
@@ -44,12 +47,18 @@ class Sharer(Protocol):
 
 
 class TierShare:
-    """The dispatchers that share a tier. A single dispatcher is always first in line."""
+    """The dispatchers that share a tier. A single dispatcher is always first in line.
+
+    Attributes:
+        on_need: called when requests lack frames.
+    """
 
     def __init__(self) -> None:
         self._members: list[Sharer] = []
         self._line: list[Sharer] = []
         self._turns = 0
+        self._needs: dict[Sharer, int] = {}
+        self.on_need: Callable[[], None] = lambda: None
 
     def join(self, member: Sharer) -> None:
         """Adds a model's dispatcher."""
@@ -69,6 +78,22 @@ class TierShare:
         """Numbers the requests of all models in the order in which they are handed over."""
         self._turns += 1
         return self._turns
+
+    @property
+    def turns(self) -> int:
+        """How many requests of all models were handed over."""
+        return self._turns
+
+    @property
+    def needed_frames(self) -> int:
+        """Frames of the tier with which the next requests that lack some could run; 0: none lacks any."""
+        return max((frames for member, frames in self._needs.items() if member.waiting), default=0)
+
+    def need(self, member: Sharer, frames: int) -> None:
+        """Notes with how many frames of the tier the next requests of a model could run; 0: they lack none."""
+        self._needs[member] = frames
+        if frames:
+            self.on_need()
 
     @property
     def taken_frames(self) -> int:

@@ -52,6 +52,7 @@ class _Round:
         full: a request waits for more places than are free; those behind it wait, too.
         lacks: the next request lacks frames.
         coming: the prefix of the next request is on its way up.
+        needed: frames of the tier with which a request that lacks some could run now; 0: none lacks any.
     """
 
     window: list[Request]
@@ -63,6 +64,7 @@ class _Round:
     full: bool = False
     lacks: bool = False
     coming: bool = False
+    needed: int = 0
 
 
 class DispatchWindow:
@@ -116,6 +118,7 @@ class DispatchWindow:
         self.newcomer = False
         if not self._requests.waiting:
             self._share.leave(self._context.member)
+            self._share.need(self._context.member, 0)
             return
         self._tracker.refresh()
         tenants = self._cache.tenants.calling
@@ -134,6 +137,7 @@ class DispatchWindow:
         for place, request in enumerate(window):
             if not self._requests.taking or not await self._serve(current, place, request):
                 break
+        self._share.need(self._context.member, max(current.needed, quotas.needed_frames if places else 0))
         await self._keep_place(current)
         await self._bring_near(window if ahead else [], current.beyond, places)
 
@@ -145,7 +149,7 @@ class DispatchWindow:
         if request.state not in _QUEUED or not self._is_current(request):
             return True  # it was cancelled meanwhile, or another request computes its prefix now
         frames = self._cache.tiers.frames
-        if request.most_frames > frames.lasting:  # it fitted when it came; the tier has shrunk since
+        if request.most_frames > frames.attainable:  # it fitted when it came; the tier has shrunk since
             self._endings.end_waiting(request, _never_fits(request, frames))
             return True
         if self._preemption.must_wait(request):
@@ -154,9 +158,14 @@ class DispatchWindow:
             return False
         may_hand_over = self._share.may_hand_over(self._context.member)
         current.left -= self._weigh(request) if may_hand_over else 0
-        if not may_hand_over or current.left < 0:
+        too_small = request.most_frames > frames.lasting  # the tier grows before the request may run
+        if not may_hand_over or current.left < 0 or too_small:
             current.lacks, current.beyond = demanded, place
+            if may_hand_over and demanded:
+                current.needed = max(request.most_frames, frames.lasting - current.left)
             await self._prefetcher.unstage_ready(current.window[place:])
+            if too_small:
+                self._supply.note_lack(request)
             return False
         if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
             self._prefetcher.stage(request, demanded=demanded, places=place + 1 - current.places)

@@ -1,0 +1,254 @@
+"""The tier grows and shrinks under a dispatcher; the test is the worker's supervisor, and the device."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from prefixd.base.errors import ExhaustedError, InvalidArgumentError
+from prefixd.cache import check_integrity
+from prefixd.serving.models import elastic_tier, tier_resize
+from prefixd.serving.models.elastic_size import Bounds
+from prefixd.serving.models.elastic_tier import ElasticTier
+from prefixd.serving.request.states import RequestState
+from prefixd_swap import FramePool, NewFrames, OutOfMemoryError
+from tests.serving.bench import Bench, Events, Expected, Supervisor
+from tests.serving.fake_worker import GEOMETRY
+from tests.waiting import until
+
+FRAME = GEOMETRY.block_bytes
+LEAST, MOST = 4, 24
+
+
+@dataclass
+class Elastic:
+    """A bench whose tier breathes between 4 and 24 frames on a device of which others have `others` frames."""
+
+    bench: Bench
+    tier: ElasticTier
+    resize: tier_resize.TierResize
+    supervisor: Supervisor
+    device_frames: int
+    others: int = 0
+
+    @property
+    def pool(self) -> FramePool:
+        return self.bench.cache.tiers.frames
+
+    def device_bytes(self, pool: FramePool) -> tuple[int, int]:
+        return (self.device_frames - self.others - pool.capacity) * FRAME, self.device_frames * FRAME
+
+    async def resize_to(self, frames: int) -> tier_resize.ResizeProgress:
+        async for progress in self.resize.resize(frames * FRAME, 1.0):
+            last = progress
+        return last
+
+
+@pytest.fixture
+def elastic(make_bench: Callable[..., Awaitable[Bench]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`async with elastic(...) as e`: reserve and device in frames, the rest as for a bench."""
+    monkeypatch.setattr(tier_resize, "_SLICE_FRAMES", 4)
+    monkeypatch.setattr(tier_resize, "_RETRY_S", 0.001)
+    monkeypatch.setattr(elastic_tier, "_RETRY_S", 0.001)
+    monkeypatch.setattr(elastic_tier, "LOOK_S", 0.005)
+
+    @asynccontextmanager
+    async def make(reserve: int = 0, device: int = 100, **options: Any) -> AsyncIterator[Elastic]:
+        bench = await make_bench(MOST, **options)
+        supervisor = Supervisor(bench)
+        resize = supervisor.tier_resize()
+        async for _ in resize.resize(LEAST * FRAME, 1.0):
+            pass
+        supervisor.told.clear()
+        made: Elastic
+        tier = ElasticTier(
+            bench.cache,
+            resize,
+            bench.dispatcher.context.share,
+            [bench.dispatcher],
+            lambda: bench.now,
+            lambda pool: made.device_bytes(pool),
+        )
+        made = Elastic(bench, tier, resize, supervisor, device)
+
+        async def pool() -> tuple[FramePool, Bounds]:
+            made.pool.let_grow(MOST)
+            return made.pool, Bounds(LEAST, MOST, reserve, idle_s=3.0)
+
+        task = tier.start(pool())
+        await until(lambda: tier.figures is not None)
+        try:
+            yield made
+        finally:
+            await tier.stop()
+            task.result()
+        check_integrity(bench.cache)
+
+    return make
+
+
+async def test_it_grows_for_requests_and_an_idle_one_has_its_least(
+    elastic: Any, expected: Expected, events: Events, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with elastic() as e:
+        bench = e.bench
+        requests = [bench.submit(range(100 * n, 100 * n + 16), max_tokens=4) for n in range(3)]  # 5 blocks each
+        for request in requests:
+            await bench.running(request)
+        assert e.pool.capacity >= 15 and [what for what, *_ in e.supervisor.told] == ["grow"] * len(e.supervisor.told)
+        await bench.finish(*requests)
+        assert bench.cache.tiers.counters[0].evicted == 0, "it grew before anything had to go"
+        assert e.tier.figures.reason == "requests need it"
+        bench.now += 2.9
+        await bench.quiet()
+        assert e.pool.capacity >= 15
+        bench.now += 0.2
+        await until(lambda: e.tier.figures.reason == "no request waits or runs")
+        assert e.pool.capacity == e.pool.memory.chunk_count == LEAST
+        assert bench.cache.tiers.counters[0].demoted == 12 - LEAST
+        assert e.tier.figures.target_bytes == LEAST * FRAME and e.tier.figures.most_bytes == MOST * FRAME
+        again = bench.submit(range(16), max_tokens=4)
+        assert (await bench.running(again)).start.cached_blocks == 3, "found in the tier below"
+        await bench.finish(again)
+        for first, request in zip((0, 100, 200, 0), (*requests, again), strict=True):
+            assert events(request) == (expected(range(first, first + 16), 4), "length")
+    changes = [record.getMessage() for record in caplog.records if "instead of" in record.getMessage()]
+    assert "instead of 16.0 KiB: requests need it" in changes[0] and any(
+        "has 16.0 KiB instead of" in line for line in changes
+    )
+
+
+async def test_cached_blocks_stay_while_the_device_has_memory_and_go_when_it_has_none(elastic: Any) -> None:
+    async with elastic(device=40, reserve=8) as e:
+        bench = e.bench
+        for number in range(4):
+            request = bench.submit(range(100 * number, 100 * number + 12), max_tokens=2)  # 3 full blocks of 4
+            await bench.running(request)
+            await bench.finish(request)
+            bench.now += 0.1
+        assert bench.cache.tiers.counters[0].evicted == 0 and e.pool.capacity >= 12
+        assert e.tier.figures.reason in ("to keep cached blocks", "requests need it")
+        bench.now += 1.5  # not idle yet
+        e.others = 40 - e.pool.capacity - 4  # 4 frames are free, and 8 are to be
+        before = e.pool.capacity
+        await until(lambda: e.pool.capacity <= before - 6)
+        await until(lambda: e.tier.figures.reason.startswith("less than gpu.reserve_bytes"))
+        assert bench.cache.tiers.counters[0].evicted > 0
+
+
+async def test_a_request_that_fits_the_most_waits_for_the_device(elastic: Any) -> None:
+    async with elastic(device=40, reserve=4) as e:
+        bench = e.bench
+        e.others = 40 - LEAST - 1
+        large = bench.submit(range(40), max_tokens=8)  # 12 blocks
+        await bench.quiet()
+        assert large.state is RequestState.WAITING and e.pool.capacity == LEAST
+        bench.now += 20
+        e.others = 0
+        await until(lambda: large.state is RequestState.RUNNING)
+        assert e.pool.capacity >= 12
+        await bench.finish(large)
+
+
+async def test_a_request_for_which_the_device_never_has_memory_is_told(elastic: Any) -> None:
+    async with elastic(device=40, reserve=4) as e:
+        bench = e.bench
+        e.others = 40 - LEAST - 1
+        large = bench.submit(range(40), max_tokens=8)
+        small = bench.submit(range(100, 104), max_tokens=2)
+        await until(lambda: bench.dispatcher._supply._lacking == (large.id, bench.now))
+        bench.now += 31
+        await until(lambda: large.state is RequestState.ENDED)
+        error = large.events.get_nowait()
+        assert isinstance(error, ExhaustedError)
+        assert f"which has {LEAST * FRAME} and may have {MOST * FRAME}, but cpu gave no more for 30 s" in str(error)
+        await bench.finish(small)
+
+
+async def test_what_is_ahead_of_its_turn_makes_nothing_grow(elastic: Any) -> None:
+    async with elastic(max_running=1) as e:
+        bench = e.bench
+        await bench.cached(range(100, 132))
+        running = bench.submit(range(8), max_tokens=4)
+        await bench.running(running)
+        size = e.pool.capacity
+        ahead = bench.submit(range(100, 133), max_tokens=2)
+        await bench.quiet()
+        assert e.pool.capacity == size and ahead.state is not RequestState.RUNNING
+        await bench.finish(running, ahead)
+
+
+async def test_a_shrink_ends_when_a_request_comes(elastic: Any) -> None:
+    async with elastic() as e:
+        bench = e.bench
+        first = bench.submit(range(60), max_tokens=4)
+        await bench.running(first)
+        await bench.finish(first)
+        size = e.pool.capacity
+        bench.engine.open.clear()
+        bench.now += 3.1
+        await until(lambda: bench.engine.waiting)
+        second = bench.submit(range(200, 208), max_tokens=2)
+        await until(lambda: second.state is RequestState.RUNNING)
+        assert e.pool.capacity >= size - 4, "after the slice under way"
+        bench.engine.open.set()
+        await bench.finish(second)
+
+
+async def test_a_resize_sets_its_most(elastic: Any) -> None:
+    async with elastic() as e:
+        bench = e.bench
+        request = bench.submit(range(60), max_tokens=4)  # 16 blocks
+        await bench.running(request)
+        await bench.finish(request)
+        assert e.pool.capacity >= 16
+        done = await e.resize_to(10)
+        assert (done.nbytes, done.unfinished) == (10 * FRAME, "") and e.tier.figures.most_bytes == 10 * FRAME
+        again = bench.submit(range(200, 236), max_tokens=2)  # 10 blocks
+        await bench.running(again)
+        assert e.pool.capacity == 10
+        await bench.finish(again)
+        done = await e.resize_to(MOST)
+        assert done.nbytes == 10 * FRAME and e.tier.figures.most_bytes == MOST * FRAME, "it grows when it is wanted"
+        with pytest.raises(InvalidArgumentError, match=f"below the tier's least, {LEAST * FRAME} "):
+            await e.resize_to(LEAST - 1)
+        with pytest.raises(ExhaustedError, match=f"can ever have; give at most {MOST * FRAME}"):
+            await e.resize_to(MOST + 1)
+
+
+async def test_a_device_that_gives_less_than_it_has_is_not_asked_again_at_once(
+    elastic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with elastic() as e:
+        bench, tries = e.bench, 0
+
+        def full(count: int) -> NewFrames:
+            nonlocal tries
+            tries += 1
+            raise OutOfMemoryError("the device is full; make the tier smaller")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(e.pool, "create", full)
+            large = bench.submit(range(40), max_tokens=8)
+            await until(lambda: tries)
+            await bench.quiet()
+            assert tries == 1 and large.state is RequestState.WAITING
+        bench.now += 1.1
+        await until(lambda: large.state is RequestState.RUNNING)
+        await bench.finish(large)
+
+
+async def test_at_the_end_whoever_waits_for_frames_goes_on(elastic: Any) -> None:
+    async with elastic() as e:
+        waiting: asyncio.Task[bool] = asyncio.create_task(e.tier._grow(2, needed=False))
+        await asyncio.sleep(0)
+        e.tier.interrupt()
+        assert not await waiting
+        e.tier._ended = False  # stop() sets it again

@@ -82,7 +82,7 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     assert swap["h2d_engine_one_ratio"] == pytest.approx(swap["h2d_engine_one_gbps"] / swap["h2d_peak_gbps"], abs=1e-3)
     assert {"d2h_engine_run_ratio", "h2d_engine_scattered_ratio"} <= set(swap)
     pages = parts["pages"]
-    assert len(pages["points"]) == 2 * (2 * 8 + 4) and [each["way"] for each in pages["beside"]] == ["h2d", "d2h"]
+    assert len(pages["points"]) == 2 * (2 * 4 + 3) and [each["way"] for each in pages["beside"]] == ["h2d", "d2h"]
     copies = parts["daemon_copies"]
     assert {(p["way"], p["piece_mib"]) for p in copies["points"]} == {(w, m) for w in ("h2d", "d2h") for m in SIZES}
     assert all(point["gbps"] > 0 and point["loop_ms_per_gib"] > 0 for point in copies["points"])

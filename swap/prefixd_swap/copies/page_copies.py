@@ -42,9 +42,7 @@ from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device, register_host
 _HALF_BYTES = 32 << 20
 _TABLE_BYTES = 2 << 20
 _ALIGNED = 256
-DIRECT_ROW_BYTES = 64 << 10
-"""The shortest row of a strided copy without a kernel. Not yet measured: see the part "pages" of `benchmarks.gpu`."""
-_DIRECT_CALL_BYTES = 1 << 20
+_ROW_BYTES, _CALL_BYTES = 64 << 10, 1 << 20  # not yet measured: see the part "pages" of `benchmarks.gpu`
 
 Submitted = Callable[[int, StreamMark], None]
 
@@ -55,20 +53,30 @@ class PageCopies:
     Args:
         ordinal: the CUDA device.
         part_bytes: the longest part; each half of a staging buffer holds at least one of them.
-        direct_row_bytes: rows from this length on are copied without a kernel; None: none are.
+        row_bytes: rows from this length on are copied without a kernel; None: none are.
+        call_bytes: the least bytes of such a copy.
 
     Raises:
         DeviceError: there is no usable GPU, or its driver does not take the kernel.
         OutOfMemoryError: the GPU has no 132 MiB for the staging buffers, or the system no threads.
     """
 
-    def __init__(self, ordinal: int, part_bytes: int = 0, direct_row_bytes: int | None = DIRECT_ROW_BYTES) -> None:
+    def __init__(
+        self,
+        ordinal: int,
+        part_bytes: int = 0,
+        *,
+        row_bytes: int | None = _ROW_BYTES,
+        call_bytes: int = _CALL_BYTES,
+    ) -> None:
         self._memory = CudaMemory(ordinal)
         self._ways: list[_Way] = []
         half_bytes = -(-max(part_bytes, _HALF_BYTES) // _ALIGNED) * _ALIGNED
         try:
             for gather in (True, False):
-                self._ways.append(_Way(open_device(ordinal), self._memory, half_bytes, direct_row_bytes, gather))
+                way = _Way(open_device(ordinal), self._memory, half_bytes, gather)
+                way.without_packing = None if row_bytes is None else (row_bytes, call_bytes)
+                self._ways.append(way)
         except BaseException:
             self.close()
             raise
@@ -115,12 +123,11 @@ class _Way:
     The streams wait for each other by events, so the thread submits everything and waits once, at the end.
     """
 
-    def __init__(
-        self, cuda: CudaDevice, memory: CudaMemory, half_bytes: int, direct_row_bytes: int | None, gather: bool
-    ) -> None:
+    def __init__(self, cuda: CudaDevice, memory: CudaMemory, half_bytes: int, gather: bool) -> None:
         self._cuda = cuda
         self._gather = gather
-        self._direct_row_bytes = direct_row_bytes
+        self.without_packing: tuple[int, int] | None = None
+        """Arguments of `PackedPages.without_packing`; None: all pages are packed."""
         self._halves = [_TABLE_BYTES, _TABLE_BYTES + half_bytes]
         self._half_bytes = half_bytes
         chunks = -(-(_TABLE_BYTES + 2 * half_bytes) // memory.chunk_bytes)
@@ -190,8 +197,8 @@ class _Way:
 
     def _submit_one(self, packed: PackedPages) -> None:
         staged: PackedPages | None = packed
-        if self._direct_row_bytes is not None:
-            direct, staged = packed.without_packing(self._direct_row_bytes, _DIRECT_CALL_BYTES)
+        if self.without_packing is not None:
+            direct, staged = packed.without_packing(*self.without_packing)
             for rows in direct:
                 self._host.submit(rows)
         if staged is None:

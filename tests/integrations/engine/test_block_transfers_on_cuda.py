@@ -20,7 +20,7 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.integrations.engine.copying.cuda_device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd_swap import PageCopies, create_copy_engine, create_memory, register_host, unregister_host
-from prefixd_swap.copies import page_copies, pinning
+from prefixd_swap.copies import pinning
 from prefixd_swap.errors import DeviceError
 from prefixd_swap.vmem.cuda_driver import open_device
 from tests.integrations.engine.conftest import LAYERS, LOG, PAGES, MakeRank, Rank
@@ -216,10 +216,9 @@ def test_a_load_by_layers_brings_every_layer(rank: Rank, pages: Any) -> None:
 
 
 def test_engines_whose_layers_and_whose_blocks_are_outermost_share_prefixes(
-    own_daemon: DaemonProcess, pages: Any, make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+    own_daemon: DaemonProcess, pages: Any, make_rank: MakeRank
 ) -> None:
     """As vLLM with and without `cross_layer_blocks`: through the kernel, and by strided copies of single blocks."""
-    monkeypatch.setattr(page_copies, "_DIRECT_CALL_BYTES", 1)
     ranks = [
         make_rank(
             own_daemon.address,
@@ -228,7 +227,7 @@ def test_engines_whose_layers_and_whose_blocks_are_outermost_share_prefixes(
             addresses=[pages.address],
             ordinal=0,
             page_bytes=PAGE_BYTES,
-            page_copies=PageCopies(0, direct_row_bytes=row_bytes),
+            page_copies=PageCopies(0, row_bytes=row_bytes, call_bytes=1),
             blocks_outermost=row_bytes is not None,
         )
         for row_bytes in (None, PAGE_BYTES)

@@ -287,8 +287,7 @@ def test_layers_in_turn_are_there_for_what_follows_their_mark(
 def both(memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PageCopies]]:
     """Without and with strided copies between pages and host, of rows of any length."""
     monkeypatch.setattr(page_copies, "_HALF_BYTES", 1)
-    monkeypatch.setattr(page_copies, "_DIRECT_CALL_BYTES", 1)
-    made = [PageCopies(0, 16 << 10, direct_row_bytes=row_bytes) for row_bytes in (None, 1)]
+    made = [PageCopies(0, 16 << 10, row_bytes=row_bytes, call_bytes=1) for row_bytes in (None, 1)]
     for each in made:
         for way in each._ways:
             way._half_bytes = 16 << 10

@@ -12,7 +12,7 @@ from benchmarks.papers_parts.figure import Claim, Curve, Figure, Measured, Paper
 from benchmarks.papers_parts.gpu_files import point
 from benchmarks.papers_parts.measures.engine_pairs import compare_all, decoding, embedded_model, prompts, ratio
 from benchmarks.papers_parts.measures.host_mapping import call_times, mapping_times
-from prefixd_swap.block_size import fill_chunks
+from prefixd_swap.block_size import choose_blocks
 from prefixd_swap.group_shape import KvGeometry
 
 VATTENTION = Paper(
@@ -132,8 +132,10 @@ def _block_sizes(short: bool) -> Measured:
     del short  # nothing is run
     values = dict[str, float]()
     for model, (layers, heads) in _MODELS.items():
-        geometry = fill_chunks(KvGeometry(layers, heads, 128, "bfloat16", 1), _PAGES["2m"])
-        values |= {f"{model}_tokens": geometry.block_tokens, f"{model}_waste": geometry.block_bytes / (1 << 20)}
+        asked = KvGeometry(layers, heads, 128, "bfloat16", 16)
+        (geometry,) = choose_blocks([asked], _PAGES["2m"], "auto")
+        block_memory = geometry.block_tokens * geometry.token_memory
+        values |= {f"{model}_tokens": geometry.block_tokens, f"{model}_waste": block_memory / (1 << 20)}
     return Measured(values)
 
 
@@ -217,9 +219,10 @@ VATTENTION_FIGURES = (
             )
         ),
         conditions="one GPU a model; with its own driver and pages of 64 KB: 64, 32, 32 tokens, 4, 4, 7.5 MB",
-        ours="computed, for the layout by token and chunks of 2 MiB",
+        ours="computed, for the layout by token, chunks of 2 MiB and `worker.block_padding = auto`",
         why="In the layout by token a block is one piece for all layers, and not a page for the keys and the values of "
-        "each layer, so no smaller page is needed. A token that does not divide a chunk makes longer blocks (Yi-34B).",
+        "each layer, so no smaller page is needed. A token of Yi-34B, 240 KiB, is padded to 256 KiB, which each of its "
+        "tokens takes.",
         seconds=1,
         timed=False,
         cpu=_block_sizes,

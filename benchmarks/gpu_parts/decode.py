@@ -1,43 +1,85 @@
-"""Tokens a second in decoding, with and without CUDA graphs."""
+"""Tokens a second in decoding: eager, with CUDA graphs, and with fewer operators a layer (`worker.operators`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.gpu_parts.rig.device import Device
-from benchmarks.gpu_parts.rig.model import EngineRig, engine_rig, random_model, random_tokens, shape
+from benchmarks.gpu_parts.rig.model import EngineRig, Graphs, engine_rig, random_model, random_tokens, shape
 from benchmarks.gpu_parts.rig.part import Budget, Part
+from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
 from prefixd.worker.attention.flash_attention import FlashAttention
+from prefixd.worker.operators import Operators
 
-_BATCHES = (1, 8, 32, 64)
-_SMALL_BATCHES = (1, 2)
+_CONTEXTS = {1024: (1, 8, 64, 128, 256), 16384: (1, 8, 32, 64)}
+_EAGER = {1024: (1, 8, 64)}
+_SMALL_CONTEXTS = {64: (1, 2)}
+_STEPS = 30
+_SPARE_BYTES = 8 << 30
+MODES: tuple[tuple[str, Graphs], ...] = (
+    ("eager", "none"),
+    ("graphs of one length", "one length"),
+    ("graphs", "graphs"),
+    ("graphs, merged", "graphs"),
+    ("graphs, fused", "graphs"),
+)
+"""The last is what the worker has by default. "graphs" differs from "graphs of one length" by the keys for which flash
+attention divides its work: as many as the batch has, up to a power of two, in place of a row's."""
+_REWRITTEN: dict[str, Operators] = {"graphs, merged": "merged", "graphs, fused": "fused"}
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
-    """Tokens a second by batch, at a context of 1,024 tokens, through the worker's engine.
+    """Tokens a second by batch and context, through the worker's engine; tokens are read at once.
 
-    With graphs where the worker would use them: with flash attention; "graphs" says why not.
+    With graphs where the worker would use them: with flash attention; "graphs" says why not. "operators" says how far
+    the layers could be rewritten for the last mode. Without a GPU nothing is compiled.
     """
-    batches, context, steps = (_BATCHES, 1024, 30) if device.measures else (_SMALL_BATCHES, 64, 2)
+    steps = _STEPS if device.measures else 2
+    contexts = _CONTEXTS if device.measures else _SMALL_CONTEXTS
     model = random_model(device)
-    blocks = -(-(context + 2 * steps + 8) // model.spec.geometry.block_tokens)
     attention = type(model.attention).__name__
     graphs = isinstance(model.attention, FlashAttention)
     reason = "captured" if graphs else f"not captured: attention is {attention}"
+    points: list[dict[str, Any]] = []
+    for mode, kind in MODES if graphs else MODES[:1]:
+        model.rewrite(_REWRITTEN.get(mode, "model") if device.measures or mode != "graphs, fused" else "merged")
+        for context, batches in (_EAGER if kind == "none" and device.measures else contexts).items():
+            name = f"{mode}, {context} tokens"
+            if budget.allows(name):
+                with budget.attempt(name):
+                    points += _points(device, budget, mode, kind, context, batches, steps)
+    return {
+        "model": shape(model),
+        "graphs": reason,
+        "operators": model.operators.reason or model.operators.operators,
+        "points": points,
+    }
+
+
+def _points(
+    device: Device, budget: Budget, mode: str, kind: Graphs, context: int, batches: tuple[int, ...], steps: int
+) -> list[dict[str, Any]]:
+    geometry = random_model(device).spec.geometry
+    blocks = -(-(context + 2 * steps + 8) // geometry.block_tokens)
+    if device.measures:
+        room = (device.free_bytes() - _SPARE_BYTES) // (blocks * geometry.block_bytes)
+        lacking = [batch for batch in batches if batch > room]
+        budget.skipped += [f"{mode}, {context} tokens, {batch} requests: no memory" for batch in lacking]
+        batches = tuple(batch for batch in batches if batch <= room)
+    if not batches:
+        return []
     points = []
-    for mode in ("eager", "graphs") if graphs else ("eager",):
-        rig_made = engine_rig(device, max(batches) * blocks, max(batches) + 1, 512, with_graphs=mode == "graphs")
-        with budget.attempt(mode), rig_made as rig:
-            rig.zero(frames := rig.frames(max(batches) * blocks))  # what is cached is zeros: any numbers will do
-            rig.pool.free(frames)
-            _throughput(rig, 1, context, blocks, steps)  # the first steps choose kernels
-            for batch in batches:
-                if budget.allows(f"{mode} {batch}"):
-                    tokens_s = _throughput(rig, batch, context, blocks, steps)
-                    points.append({"mode": mode, "batch": batch, "tokens_per_s": tokens_s})
-    return {"model": shape(model), "context_tokens": context, "graphs": reason, "points": points}
+    with engine_rig(device, max(batches) * blocks, max(batches) + 1, 512, kind) as rig:
+        rig.zero(frames := rig.frames(max(batches) * blocks))  # what is cached is zeros: any numbers will do
+        rig.pool.free(frames)
+        _throughput(rig, 1, context, blocks, steps)  # the first steps choose kernels
+        for batch in batches:
+            if budget.allows(f"{mode}, {context} tokens, {batch} requests"):
+                tokens_s = _throughput(rig, batch, context, blocks, steps)
+                points.append({"mode": mode, "batch": batch, "context_tokens": context, "tokens_per_s": tokens_s})
+    return points
 
 
 def _throughput(rig: EngineRig, batch: int, context: int, blocks: int, steps: int) -> float:
@@ -61,4 +103,32 @@ def _throughput(rig: EngineRig, batch: int, context: int, blocks: int, steps: in
     return round(sampled / elapsed_s, 1)
 
 
-PART = Part("decode", 30, measure)
+def _ratio(over: str, under: str, **conditions: object) -> Callable[[Mapping[str, Any]], float | None]:
+    """Tokens a second of one mode over those of another."""
+
+    def find(answer: Mapping[str, Any]) -> float | None:
+        more, less = (point_figure("tokens_per_s", mode=mode, **conditions)(answer) for mode in (over, under))
+        return None if more is None or not less else round(more / less, 2)
+
+    return find
+
+
+def _rate(batch: int, context: int = 1024, mode: str = MODES[-1][0]) -> Callable[[Mapping[str, Any]], float | None]:
+    return point_figure("tokens_per_s", mode=mode, batch=batch, context_tokens=context)
+
+
+PREDICTIONS = (
+    Prediction("eager, 8 requests", "290 to 310 tokens/s", _rate(8, mode="eager"), at_least=250.0),
+    Prediction("graphs of one length, 64 requests", "4,400 tokens/s", _rate(64, mode="graphs of one length"), 4000.0),
+    Prediction(
+        "graphs over graphs of one length, 8 requests of 16,384 tokens",
+        "1.2 to 1.4 times",
+        _ratio("graphs", "graphs of one length", batch=8, context_tokens=16384),
+        at_least=1.1,
+    ),
+    Prediction("graphs, fused, 1 request", "145 to 155 tokens/s", _rate(1), at_least=130.0),
+    Prediction("graphs, fused, 64 requests", "6,200 to 6,900 tokens/s", _rate(64), at_least=5500.0),
+    Prediction("graphs, fused, 256 requests", "11,500 to 14,000 tokens/s", _rate(256), at_least=9500.0),
+)
+
+PART = Part("decode", 65, measure, predictions=PREDICTIONS)

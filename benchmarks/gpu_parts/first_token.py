@@ -15,9 +15,10 @@ import numpy as np
 
 from benchmarks.common.plots import lines
 from benchmarks.gpu_parts.rig.device import Device
-from benchmarks.gpu_parts.rig.model import EngineRig, engine_rig, random_model, random_tokens, shape
+from benchmarks.gpu_parts.rig.model import EngineRig, Graphs, engine_rig, random_model, random_tokens, shape
 from benchmarks.gpu_parts.rig.part import Budget, Part
 from benchmarks.gpu_parts.rig.prediction import Prediction
+from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, create_copy_engine
 from prefixd_swap.copies.pinning import HostPin
@@ -31,7 +32,7 @@ _NEW_TOKENS = 64
 _STEP_TOKENS = 8192
 _READERS = 6
 _PIECE_BLOCKS = 8  # that are read from disk at once, and copied on while the next are read
-_SOURCES = ("gpu", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
+_SOURCES = ("gpu", "gpu_eager", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
@@ -41,14 +42,17 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     together as the daemon does but without its index, queue and gRPC; a whole daemon would first have to write 16 GB of
     weights. Every prompt ends with 64 new tokens. On the GPU the prefix is mapped still, or nowhere (gpu_unmapped), or
     every row maps other frames (gpu_dirty). The cached ways must give the same token; they run the same kernels on the
-    same bytes.
+    same bytes. Projections are merged (compiling takes time that the part has not), and the prompt's pass is a CUDA
+    graph up to 16,384 tokens, but in gpu_eager.
     """
     tokens = _TOKENS if device.measures else _SMALL_TOKENS
     model = random_model(device)
+    model.rewrite("merged")
+    graphs: Graphs = "graphs" if isinstance(model.attention, FlashAttention) else "none"
     geometry = model.spec.geometry
     per_prompt = -(-(max(tokens) + _NEW_TOKENS + 1) // geometry.block_tokens)
     with ExitStack() as stack:
-        rig = stack.enter_context(engine_rig(device, 2 * per_prompt, 4, _STEP_TOKENS))
+        rig = stack.enter_context(engine_rig(device, 2 * per_prompt, 4, _STEP_TOKENS, graphs))
         tiers = stack.enter_context(_Tiers(device, rig, per_prompt * geometry.block_bytes))
         _prompt(rig, tiers, min(tokens) // 2, budget)
         points = []
@@ -59,6 +63,7 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
         return {
             "model": shape(model),
             "step_tokens": _STEP_TOKENS,
+            "operators": model.operators.reason or model.operators.operators,
             "disk_io": tiers.store.io,
             "arena_bytes": tiers.arena.capacity_bytes,
             "pinned_bytes": tiers.pinned_bytes,
@@ -101,6 +106,9 @@ def _sources(
         rig.settle()
 
     run("recomputed", computed)
+    with rig.without_graphs():
+        run("gpu_eager", computed)
+    run("gpu", computed)  # captures
     run("gpu", computed)
     rig.kv.manager.reclaim()
     run("gpu_unmapped", computed)
@@ -115,10 +123,11 @@ def _sources(
         run("disk", loaded, lambda: tiers.read(loaded[:blocks]))
     else:
         budget.skipped.append(f"{len(tokens)} tokens from disk: writing them took too long")
-    cached = {source: token for source, token in sampled.items() if source != "recomputed"}
+    cached = {source: token for source, token in sampled.items() if source not in ("recomputed", "gpu_eager")}
     if len(set(cached.values())) != 1:
         raise RuntimeError(f"the first token depends on where the prefix of {len(tokens)} tokens was: {cached}")
-    point["recomputed_the_same"] = sampled["recomputed"] == sampled["gpu"]
+    for source in ("recomputed", "gpu_eager"):
+        point[f"{source}_the_same"] = sampled[source] == sampled["gpu"]
     return point
 
 

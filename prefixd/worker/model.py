@@ -232,6 +232,8 @@ class CausalModel:
 
     def rewrite(self, wanted: Operators) -> None:
         """Have passes compute with fewer operators, as far as the logits stay what they were."""
+        for undo in reversed(self.operators.undo):
+            undo()
         self.operators = rewrite(self._model, wanted, self._check_logits)
 
     @torch.inference_mode()

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.gpu_parts.decode import MODES
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 
 ROOT = Path(__file__).parents[2]
 WAYS = ("map", "remap", "reuse", "copy", "table")  # to attach a prefix
-SOURCES = ("gpu", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
+SOURCES = ("gpu", "gpu_eager", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
 SIZES = (4, 16, 32, 64)  # MiB of a piece of the daemon's copies
 DRIVER = ROOT / "tests" / "swap" / "stand_in" / "libcuda.c"
 
@@ -95,7 +96,11 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     (first,) = parts["first_token"]["points"]
     assert all(first[f"{source}_ms"] > 0 for source in SOURCES)
     assert parts["first_token"]["pinned_bytes"] == parts["first_token"]["arena_bytes"]
-    assert [point["batch"] for point in parts["decode"]["points"]] == [1, 2]
+    decode = parts["decode"]
+    assert [(point["mode"], point["batch"]) for point in decode["points"]] == [
+        (mode, batch) for mode, _ in MODES for batch in (1, 2)
+    ]
+    assert (decode["graphs"], decode["operators"]) == ("captured", "merged")
     for point in parts["memory_held"]["points"]:
         assert point["driver_bytes"] == point["held_bytes"] <= point["private_bytes"] <= point["preallocated_bytes"]
     assert "no part failed" in done.stdout

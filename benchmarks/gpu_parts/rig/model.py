@@ -8,18 +8,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.engines.varlen_reference import varlen_reference
 from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.part import Unavailable
 from prefixd.base.sampling import Sampling
 from prefixd.worker.attention.attention import ATTENTION_NAME, register_attention
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.attention.captured import Compute, GraphCapture, Replay
+from prefixd.worker.attention.decode_graphs import FEWEST_KEYS, DecodeGraphs
+from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.pass_graphs import PassGraphs
+from prefixd.worker.attention.prompt_graphs import PromptGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
@@ -62,7 +66,9 @@ def random_model(device: Device, layout: Layout = "token") -> CausalModel:
         model: Any = AutoModelForCausalLM.from_config(
             spec.config, dtype=getattr(torch, spec.geometry.dtype), attn_implementation=ATTENTION_NAME
         )
-    made = CausalModel(spec, model.eval().requires_grad_(False))
+    # Without a GPU, what stands in for its kernel, so that passes have the same shapes.
+    attention = None if device.measures else FlashAttention(varlen_reference)
+    made = CausalModel(spec, model.eval().requires_grad_(False), attention)
     made.check()
     return made
 
@@ -86,6 +92,11 @@ def shape(model: CausalModel) -> dict[str, Any]:
     }
 
 
+Graphs = Literal["none", "one length", "graphs"]
+"""none: passes operator by operator. one length: graphs that look for as many keys as a row has. graphs: also by powers
+of two of keys, as the worker has them."""
+
+
 class EngineRig:
     """The daemon's side of an engine, in this process: frames of the GPU tier and requests on them."""
 
@@ -96,7 +107,7 @@ class EngineRig:
         frames: int,
         requests: int,
         step_tokens: int,
-        with_graphs: bool = False,
+        graphs: Graphs = "none",
     ) -> None:
         self.model = model
         self.geometry = model.spec.geometry
@@ -110,11 +121,24 @@ class EngineRig:
                 max_tokens=model.spec.sequence_capacity,
             )
         )
-        graphs: PassGraphs | None = None
-        if with_graphs:
-            graphs = PassGraphs(DecodeGraphs(self.kv.manager.kv, model.captured, requests, _no_graphs))
-        self.engine = Engine(model, self.kv, step_tokens, time.monotonic, graphs)
+        self._graphs = None if graphs == "none" else self._pass_graphs(requests, by_length=graphs == "graphs")
+        self.engine = Engine(model, self.kv, step_tokens, time.monotonic, self._graphs)
         self._next = 0
+
+    def _pass_graphs(self, requests: int, *, by_length: bool) -> PassGraphs:
+        kv, capture = self.kv.manager.kv, GraphCapture() if self.model.asynchronous else _again
+        fewest = FEWEST_KEYS if by_length else kv.shape[1]
+        decode = DecodeGraphs(kv, self.model.captured, requests, _no_graphs, capture, fewest)
+        return PassGraphs(decode, PromptGraphs(kv, self.model.captured, _no_graphs, capture))
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Has passes computed operator by operator."""
+        self.engine._graphs = None
+        try:
+            yield
+        finally:
+            self.engine._graphs = self._graphs
 
     def frames(self, count: int) -> list[FrameId]:
         """Frames that are free. Raises Unavailable when there are too few."""
@@ -194,15 +218,20 @@ class EngineRig:
 
 @contextmanager
 def engine_rig(
-    device: Device, frames: int, requests: int, step_tokens: int, with_graphs: bool = False
+    device: Device, frames: int, requests: int, step_tokens: int, graphs: Graphs = "none"
 ) -> Iterator[EngineRig]:
     """An engine on the random model with a GPU tier of its own."""
     model = random_model(device)
     with ExitStack() as stack:
         memory = stack.enter_context(device.memory())
-        rig = EngineRig(model, memory, frames, requests, step_tokens, with_graphs)
+        rig = EngineRig(model, memory, frames, requests, step_tokens, graphs)
         stack.callback(rig.close)
         yield rig
+
+
+def _again(compute: Compute) -> Replay:
+    """In place of a capture where there is no GPU."""
+    return compute
 
 
 def _no_graphs(reason: str) -> None:

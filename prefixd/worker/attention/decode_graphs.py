@@ -34,7 +34,7 @@ from prefixd.worker.attention.captured import (
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.to_device import UnreadTokens
 
-_FEWEST_KEYS = 1024
+FEWEST_KEYS = 1024
 _BY_EIGHT = 64
 _BY_THIRTY_TWO = 32
 
@@ -62,6 +62,7 @@ class DecodeGraphs:
     largest: most sequences in a pass.
     on_failure: called once, with the reason in one line, when graphs are given up.
     capture: captures a computation; by default on the current CUDA device.
+    fewest_keys: the first power of two of keys that has graphs of its own.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class DecodeGraphs:
         largest: int,
         on_failure: Callable[[str], None],
         capture: Callable[[Compute], Replay] | None = None,
+        fewest_keys: int = FEWEST_KEYS,
     ) -> None:
         self._kv = kv
         self._sizes = _sizes(largest)
-        self._lengths = [min(_FEWEST_KEYS, kv.shape[1])]
+        self._lengths = [min(fewest_keys, kv.shape[1])]
         while self._lengths[-1] < kv.shape[1]:
             self._lengths.append(min(2 * self._lengths[-1], kv.shape[1]))
         self._size_of = np.searchsorted(self._sizes, np.arange(largest + 1)).tolist()
@@ -115,7 +117,7 @@ class DecodeGraphs:
         unread: those of the tokens that the host has not read.
         """
         size = self._sizes[self._size_of[len(tokens)]]
-        most_keys = min(max(_FEWEST_KEYS, 1 << max(positions).bit_length()), self._kv.shape[1])
+        most_keys = min(max(self._lengths[0], 1 << max(positions).bit_length()), self._kv.shape[1])
         return self._run(size, most_keys, tokens, rows, positions, unread)[: len(tokens)]
 
     @property

@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from prefixd.worker.operators.merged_projections import MergedProjections
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 _ROTARY = "apply_rotary_pos_emb"
+_compiled: set[ModuleType] = set()
+"""Modules of models' code whose function for rotary positions is a compiled one."""
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,8 +37,10 @@ def compile_rotary(model: nn.Module, compiled: Compile) -> list[Callable[[], Non
     undo: list[Callable[[], None]] = []
     for code in {sys.modules[type(module).__module__] for module in model.modules() if hasattr(module, "o_proj")}:
         rotary = getattr(code, _ROTARY, None)
-        if rotary is not None:
+        if rotary is not None and code not in _compiled:  # by another model of the process
+            _compiled.add(code)
             setattr(code, _ROTARY, compiled(rotary))
+            undo.append(functools.partial(_compiled.discard, code))
             undo.append(functools.partial(setattr, code, _ROTARY, rotary))
     return undo
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,10 +21,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
 
 
 class Rewritten(NamedTuple):
-    """What a model computes with, and why not with what was asked for; empty if it does."""
+    """What a model computes with, and why not with what was asked for; empty if it does.
+
+    undo: have it compute as before, each in reverse order. The weights stay views of merged ones.
+    """
 
     operators: Operators
     reason: str
+    undo: Sequence[Callable[[], None]] = ()
 
 
 def rewrite(
@@ -46,40 +51,41 @@ def rewrite(
     expected = logits().float()
     tolerance = TOLERANCE[next(model.parameters()).dtype]
     merged: list[MergedProjections] = []
-    norms: list[nn.Module] = []
+    undo: list[Callable[[], None]] = []
     try:
         for projections in merge_projections(model):
             merged.append(projections)
+            undo.append(projections.undo)
             if projections.weight.is_cuda:  # what the single weights had is too small for the next group
                 torch.cuda.empty_cache()
-        norms += single_norms(model)
+        undo += [functools.partial(delattr, norm, "forward") for norm in single_norms(model)]
         why_not = _differs(expected, logits(), tolerance)
     except RuntimeError as error:  # no memory for a group of weights twice, among others
         why_not = _line(error)
     if why_not:
-        for each in merged:
-            each.undo()
-        for norm in norms:
-            del norm.forward
+        _undo(undo)
         return Rewritten("model", f"merged projections: {why_not}")
-    used = []
-    for each in merged:
-        if each.wasteful:
-            each.undo()
-        else:
-            used.append(each)
+    wasteful = [projections for projections in merged if projections.wasteful]
+    for projections in wasteful:
+        projections.undo()
+        undo.remove(projections.undo)
     if wanted == "merged":
-        return Rewritten("merged", "")
-    undo = [*compile_rotary(model, compiled), *compile_gated(model, used, compiled)]
+        return Rewritten("merged", "", undo)
+    used = [projections for projections in merged if projections not in wasteful]
+    compiling = [*compile_rotary(model, compiled), *compile_gated(model, used, compiled)]
     try:
         why_not = _differs(expected, logits(), tolerance)
     except Exception as error:  # a compiler's errors have no common type
         why_not = _line(error)
     if why_not:
-        for back in undo:
-            back()
-        return Rewritten("merged", f"compiled functions: {why_not}")
-    return Rewritten("fused", "")
+        _undo(compiling)
+        return Rewritten("merged", f"compiled functions: {why_not}", undo)
+    return Rewritten("fused", "", [*undo, *compiling])
+
+
+def _undo(steps: Sequence[Callable[[], None]]) -> None:
+    for step in reversed(steps):
+        step()
 
 
 def _differs(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> str:

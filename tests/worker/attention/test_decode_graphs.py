@@ -77,10 +77,11 @@ def test_graphs_captured_at_load_serve_all_later_passes(rig_with, prompt):
     assert len(captured) == 6 and graphs.replays == sum(step.computed_tokens <= 17 for step in rig.steps)
 
 
-def test_time_to_capture_is_bounded_and_short_sequences_come_first(rig_with, monkeypatch):
-    monkeypatch.setattr("prefixd.worker.attention.decode_graphs._FEWEST_KEYS", 256)
+def test_time_to_capture_is_bounded_and_short_sequences_come_first(rig_with):
     rig = rig_with(FlashAttention(varlen_reference))
-    graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 2, pytest.fail, capture=lambda compute: compute)
+    graphs = DecodeGraphs(
+        rig.manager.kv, rig.model.captured, 2, pytest.fail, capture=lambda compute: compute, fewest_keys=256
+    )
     said: list[object] = []
     capture([graphs], rig.model, rig.kv, 3.0, Readiness(said.append), itertools.count().__next__)
     assert graphs._passes.captured == [(2, 256), (1, 256), (2, 512)]
@@ -132,9 +133,8 @@ def test_logits_that_are_no_numbers_say_nothing_of_a_graph():
     assert graphs.captured_sizes == [2]
 
 
-def test_a_graph_looks_for_keys_up_to_a_power_of_two(monkeypatch):
+def test_a_graph_looks_for_keys_up_to_a_power_of_two():
     """Flash attention divides so many keys among the multiprocessors, whether there are as many or not."""
-    monkeypatch.setattr("prefixd.worker.attention.decode_graphs._FEWEST_KEYS", 8)
     asked: list[tuple[int, int]] = []
 
     def compute(step: CapturedStep) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_a_graph_looks_for_keys_up_to_a_power_of_two(monkeypatch):
         return torch.ones(step.rows, 4)
 
     kv = torch.zeros((4, 48, 1, 2, 2, 16))
-    graphs = DecodeGraphs(kv, compute, 4, pytest.fail, capture=lambda compute: compute)
+    graphs = DecodeGraphs(kv, compute, 4, pytest.fail, capture=lambda compute: compute, fewest_keys=8)
     for positions in ([0], [7], [8, 3], [15], [16], [31, 2], [32], [47]):
         graphs.run([1] * len(positions), range(len(positions)), positions)
     assert sorted(set(asked)) == [(1, 8), (1, 16), (1, 32), (1, 48), (2, 16), (2, 32)]

@@ -62,10 +62,18 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             hit_tokens=12345,
             quarantined_bytes=3 << 20,
         )
+        elastic = admin_pb2.TierStats(
+            tier=cache_pb2.TIER_GPU,
+            capacity_bytes=6 << 30,
+            least_bytes=1 << 30,
+            most_bytes=12 << 30,
+            target_bytes=8 << 30,
+            resized_because="requests need it",
+        )
         return admin_pb2.StatsResponse(
             version="0.1.0",
             uptime_s=90,
-            tiers=[tier, admin_pb2.TierStats(tier=cache_pb2.TIER_GPU, capacity_bytes=6 << 30)],
+            tiers=[tier, elastic],
             namespaces=[
                 admin_pb2.NamespaceStats(
                     namespace_id=bytes([NAMESPACE[0] + number]) + NAMESPACE[1:],

@@ -116,6 +116,7 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "vllm",
         "lost_blocks.checksum",
         "quarantine: 3.0 MiB",
+        "gpu tier: from 1.0 GiB to 12.0 GiB, now 6.0 GiB, on its way to 8.0 GiB; last change: requests need it",
         "disk tier, for 0:01:30: the file system is full; free space",
         "48.0 MiB memory that namespaces take",
         "9,000 KV events published",

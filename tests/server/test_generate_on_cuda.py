@@ -83,7 +83,10 @@ def remote(launch: Callable[..., Remote], wide_model: Path) -> Iterator[Remote]:
         "worker.dtype": "bfloat16",
         "worker.threads": 1,
         "gpu.device": "cuda",
-        "gpu.bytes": "40MiB",  # 20 blocks
+        "gpu.least_bytes": "20MiB",
+        "gpu.most_bytes": "40MiB",  # 20 blocks
+        "gpu.reserve_bytes": "8MiB",
+        "gpu.idle_s": 3600,
         "cpu.bytes": "128MiB",
         "disk.bytes": "256MiB",
         "scheduler.load": "always",
@@ -115,6 +118,7 @@ def test_every_tier_and_a_restart_give_the_same_answer(remote: Remote, prompt: C
     def ask() -> Answer:
         return remote.generate(tokens, logprobs=5)
 
+    assert remote.tier(cache_pb2.TIER_GPU).capacity_bytes == 20 << 20
     first = ask()
     assert first.hits == (0, 0, 0) and len(set(first.tokens)) > 1
     on_gpu = ask()
@@ -132,17 +136,24 @@ def test_every_tier_and_a_restart_give_the_same_answer(remote: Remote, prompt: C
     assert beams[0].tokens != beams[1].tokens and all(len(beam.tokens) == 12 for beam in beams)
     remote.settled()
 
-    for nbytes in (20 << 20, 40 << 20):
-        *_, resized = remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=nbytes))
-        assert resized.done and remote.tier(cache_pb2.TIER_GPU).capacity_bytes == nbytes
+    for most in (20 << 20, 40 << 20):
+        *_, resized = remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=most))
+        assert resized.done
+        for variant in range(1, 5):
+            remote.generate(prompt(200, variant))
+        assert remote.tier(cache_pb2.TIER_GPU).capacity_bytes == most, "it grows rather than evict"
         assert ask().tokens == on_gpu.tokens
     remote.settled()
 
     assert remote.daemon.stop() == 0
+    remote.daemon.configure({"gpu.least_bytes": "8MiB", "gpu.idle_s": 1})
     remote.daemon.start()
     until_ready(remote)
     restored = ask()
     assert restored.hits == (0, 0, cached), "from disk"
     assert restored.tokens == on_gpu.tokens
-    assert remote.generate(tokens).hits == (cached, 0, 0)
+    remote.generate(prompt(200, 5))
+    remote.until(lambda stats: stats.tiers[0].capacity_bytes == 8 << 20)  # 4 blocks; idle
+    down = ask()
+    assert sum(down.hits) == cached and down.hits[1] > 0 and down.tokens == on_gpu.tokens
     remote.settled()

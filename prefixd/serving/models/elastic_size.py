@@ -17,9 +17,10 @@ giving back     until 5/4 of the reserve are free  |  only when idle
 - **Idle**, with no request for `idle_s` seconds, a tier has its least.
 
 Where two processes have more requests than memory, both grow by the same steps and give back in proportion to their
-sizes, so their sizes approach each other (additive increase, multiplicative decrease: Chiu and Jain, 1989). Nobody
-gave back what a process took from the reserve: it tries again later and later. If none of its requests can run
-meanwhile, it gives all back but its least: of two processes that wait for each other's memory one gets it.
+sizes (additive increase, multiplicative decrease: Chiu and Jain, 1989). Their sizes wander, none keeps all of it, and
+over minutes each has about half (simulated in `tests/serving/models/test_elastic_size.py`). If nobody gave back what a
+process took from the reserve, it tries again later and later. If none of its requests can run meanwhile, it gives all
+back but its least: of two processes that wait for each other's memory one gets it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError
+from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
 from prefixd.serving.models import elastic_tier, tier_resize
 from prefixd.serving.models.elastic_size import Bounds
@@ -183,6 +184,16 @@ async def test_what_is_ahead_of_its_turn_makes_nothing_grow(elastic: Any) -> Non
         await bench.quiet()
         assert e.pool.capacity == size and ahead.state is not RequestState.RUNNING
         await bench.finish(running, ahead)
+
+
+async def test_it_grows_by_what_other_tenants_are_guaranteed(elastic: Any) -> None:
+    async with elastic() as e:
+        bench = e.bench
+        bench.cache.tenants.known("other").quota = Quota(tiers=(TierQuota(4 * FRAME), TierQuota(), TierQuota()))
+        request = bench.submit(range(8), max_tokens=2)  # 3 blocks
+        await bench.running(request)
+        assert e.pool.capacity >= 4 + 3
+        await bench.finish(request)
 
 
 async def test_a_shrink_ends_when_a_request_comes(elastic: Any) -> None:

@@ -67,6 +67,7 @@ def load_graphs(
         settings.max_sequences,
         lambda why: readiness.change(cuda_graphs=False, cuda_graphs_reason=why),
         pool,
+        note=readiness.note,
     )
     prompts: PromptGraphs | None = None
     if settings.prompt_graphs:
@@ -75,6 +76,7 @@ def load_graphs(
             model.captured,
             lambda why: readiness.change(prompt_graphs=False, prompt_graphs_reason=why),
             pool,
+            readiness.note,
         )
     readiness.change(cuda_graphs=True, prompt_graphs=settings.prompt_graphs)
     if settings.cuda_graphs_seconds:
@@ -103,6 +105,7 @@ def capture(
     virtual = kv.manager.virtual
     tokens = min(_SCRATCH_TOKENS, virtual.tokens)
     started = said = clock()
+    free_bytes = model.free_bytes()
     done, total = 0, sum(kind.most_graphs for kind in kinds)
     try:
         with virtual.scratch(len(virtual.rows), tokens):
@@ -121,4 +124,5 @@ def capture(
         readiness.note(f"CUDA graphs are captured when they are first needed: there is no memory to do it now: {error}")
         return
     rest = "" if done == total else "; the others are captured when they are first needed"
-    readiness.note(f"captured {done} of {total} CUDA graphs in {clock() - started:.1f} s{rest}")
+    taken = (free_bytes - model.free_bytes()) >> 20
+    readiness.note(f"captured {done} of {total} CUDA graphs in {clock() - started:.1f} s and {taken} MiB{rest}")

@@ -202,6 +202,10 @@ class CausalModel:
         if self.spec.device.type == "cuda":
             torch.cuda.synchronize(self.spec.device)
 
+    def free_bytes(self) -> int:
+        """Bytes of the GPU's memory that nobody has; 0 on a CPU."""
+        return torch.cuda.mem_get_info(self.spec.device)[0] if self.spec.device.type == "cuda" else 0
+
     @torch.inference_mode()
     def check(self) -> None:
         """Compare with transformers' own attention on a few tokens; this also warms up the kernels.

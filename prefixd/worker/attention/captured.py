@@ -5,7 +5,8 @@ and end. What differs from pass to pass is a few numbers, which are copied to th
 copy (`PassInputs`).
 
 A graph is compared with the pass that it replaces when it is captured. If it cannot be captured, or comes to other
-logits, all graphs of its kind are given up, and their passes are computed operator by operator.
+logits, all graphs of its kind are given up, and their passes are computed operator by operator. If there is no memory
+for a graph, those that there are stay, and no further one is captured.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class CapturedPasses:
     compute: runs the model on a step and returns the wanted rows' logits.
     on_failure: called once, with the reason in one line, when the graphs are given up.
     capture: captures a computation.
+    note: called once, with a line for the log, when there is no memory for further graphs.
     results: most rows of logits of a pass; all graphs write theirs to one tensor.
     """
 
@@ -148,14 +150,17 @@ class CapturedPasses:
         compute: Callable[[CapturedStep], torch.Tensor],
         on_failure: Callable[[str], None],
         capture: Callable[[Compute], Replay],
+        note: Callable[[str], None],
         results: int,
     ) -> None:
         self.usable = True
+        self.full = False
         self.replays = 0
         self._kind = kind
         self._compute = compute
         self._on_failure = on_failure
         self._capture = capture
+        self._note = note
         self._results = results
         self._logits: torch.Tensor | None = None
         self._captured: dict[tuple[int, int], Replay] = {}
@@ -176,14 +181,14 @@ class CapturedPasses:
             return replay()
         made = step()
         logits = self._compute(made)
-        if self.usable:
+        if self.usable and not self.full:
             captured = self._captured_like(logits, made, size)
             if captured is not None:
                 self._captured[key] = captured
         return logits
 
     def _captured_like(self, expected: torch.Tensor, step: CapturedStep, size: int) -> Replay | None:
-        """A graph of a step that gives the expected logits; None if it fails, and then all graphs are given up."""
+        """A graph of a step that gives the expected logits; None if it fails."""
         if self._logits is None:
             self._logits = expected.new_empty((self._results, expected.shape[1]))
         logits = self._logits[: len(expected)]
@@ -192,9 +197,12 @@ class CapturedPasses:
         try:
             replay = self._capture(lambda: logits.copy_(self._compute(step)))
             difference = float((replay()[finite].float() - wanted).norm())
+        except torch.OutOfMemoryError as failure:
+            self.full = True
+            self._note(f"no memory for the CUDA graph of a {self._kind} of {size}, nor for others: {_line(failure)}")
+            return None
         except RuntimeError as failure:  # whatever a model does that a graph cannot hold
-            why = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-            self.give_up(f"a {self._kind} of {size} cannot be captured: {why}")
+            self.give_up(f"a {self._kind} of {size} cannot be captured: {_line(failure)}")
             return None
         norm = float(wanted.norm())
         if not difference <= _TOLERANCE * norm:
@@ -210,6 +218,10 @@ class CapturedPasses:
         self.usable = False
         self._captured.clear()
         self._on_failure(reason)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class GraphCapture:

@@ -63,6 +63,7 @@ class DecodeGraphs:
     on_failure: called once, with the reason in one line, when graphs are given up.
     capture: captures a computation; by default on the current CUDA device.
     fewest_keys: the first power of two of keys that has graphs of its own.
+    note: called with a line for the log.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class DecodeGraphs:
         on_failure: Callable[[str], None],
         capture: Callable[[Compute], Replay] | None = None,
         fewest_keys: int = FEWEST_KEYS,
+        note: Callable[[str], None] = print,
     ) -> None:
         self._kv = kv
         self._sizes = _sizes(largest)
@@ -82,7 +84,7 @@ class DecodeGraphs:
         self._size_of = np.searchsorted(self._sizes, np.arange(largest + 1)).tolist()
         self._inputs = PassInputs(self._sizes[-1], self._sizes[-1], kv.device)
         self._passes = CapturedPasses(
-            "decode pass", compute, on_failure, capture or GraphCapture(), results=self._sizes[-1]
+            "decode pass", compute, on_failure, capture or GraphCapture(), note, results=self._sizes[-1]
         )
 
     @property
@@ -133,7 +135,7 @@ class DecodeGraphs:
         """
         for most_keys in self._lengths:
             for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
-                if not self._passes.usable:
+                if not self._passes.usable or self._passes.full:
                     return
                 batch = range(max(1, size - 1))
                 rows = [number % len(self._kv) for number in batch]

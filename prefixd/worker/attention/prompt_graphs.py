@@ -62,6 +62,7 @@ class PromptGraphs:
     compute: runs the model on a step and returns the logits of its wanted rows.
     on_failure: called once, with the reason in one line, when graphs are given up.
     capture: captures a computation.
+    note: called with a line for the log.
     """
 
     def __init__(
@@ -70,11 +71,12 @@ class PromptGraphs:
         compute: Callable[[CapturedStep], torch.Tensor],
         on_failure: Callable[[str], None],
         capture: Callable[[Compute], Replay],
+        note: Callable[[str], None] = print,
     ) -> None:
         self._kv = kv
         self._size_of = np.searchsorted(_SIZES, np.arange(_SIZES[-1] + 1)).tolist()
         self._inputs = PassInputs(_SIZES[-1], _MOST_SEQUENCES + 1, kv.device)
-        self._passes = CapturedPasses("pass with prompts", compute, on_failure, capture, results=_MOST_SEQUENCES)
+        self._passes = CapturedPasses("pass with prompts", compute, on_failure, capture, note, results=_MOST_SEQUENCES)
 
     @property
     def replays(self) -> int:
@@ -122,7 +124,7 @@ class PromptGraphs:
         Each is compared with a pass that has to be filled up: two parts of one prompt, in two rows.
         """
         for size in reversed(_SIZES):  # the largest first: the smaller ones fit into its memory
-            if not self._passes.usable:
+            if not self._passes.usable or self._passes.full:
                 return
             count = min(size - 1, most_tokens)
             half = count // 2

@@ -50,8 +50,9 @@ class MergedProjections:
 
     @property
     def wasteful(self) -> bool:
-        """Whether a pass has computed parts that it did not take: the layers have different inputs, or are skipped."""
-        return self.taken != self.computed * len(self._linears)
+        """Whether passes have computed parts that they did not take, since the layers have different inputs or some are
+        skipped; also if no pass has used it, so that nothing is known."""
+        return not self.computed or self.taken != self.computed * len(self._linears)
 
     def undo(self) -> None:
         """Let each layer compute by itself again; the weights stay views."""

@@ -7,7 +7,7 @@ tier go on side by side.
 - **working**: the tensors of one step. For each token of the step: the hidden states (residual, normed,
   queries, keys, values, output of attention: 8 widths) and the MLP's (gate, up, product: 3 widths, times the experts of
   a token). For each sequence: its logits in float32, sorted once for the filters (4 vocabularies). A margin of half,
-  and on CUDA 1 GiB for what the driver, the libraries' work spaces and the allocator's rounding take.
+  and on CUDA 1.5 GiB for what the driver, the libraries' work spaces, the allocator's rounding and CUDA graphs take.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORKING_MARGIN = 1.5
 _HIDDEN_WIDTHS = 8
 _MLP_WIDTHS = 3
 _LOGITS = 4
-_CUDA_BYTES = 1 << 30
+_CUDA_BYTES = 3 << 29
 
 
 def weights_bytes(parameters: int, element_bytes: int) -> int:

@@ -85,7 +85,9 @@ def test_time_to_capture_is_bounded_and_short_sequences_come_first(rig_with):
     said: list[object] = []
     capture([graphs], rig.model, rig.kv, 3.0, Readiness(said.append), itertools.count().__next__)
     assert graphs._passes.captured == [(2, 256), (1, 256), (2, 512)]
-    assert said[-1].text == ("captured 3 of 4 CUDA graphs in 4.0 s; the others are captured when they are first needed")
+    assert said[-1].text == (
+        "captured 3 of 4 CUDA graphs in 4.0 s and 0 MiB; the others are captured when they are first needed"
+    )
 
 
 def _refuses(compute):
@@ -121,6 +123,31 @@ def test_a_model_that_graphs_do_not_fit_is_computed_without_them(rig_with, promp
     assert rig.generate(prompt, temperature=0.8) == expected
     assert len(said) == 1 and re.search(reason, said[0])
     assert (graphs.replays, graphs.captured_sizes, graphs.fits(1)) == (0, [], False)
+
+
+def test_without_memory_for_a_graph_those_that_there_are_stay(rig_with, prompt):
+    expected = [rig_with(None).generate(prompt[:length], temperature=0.8) for length in (9, 20, 50)]
+    rig = rig_with(FlashAttention(varlen_reference))
+    notes: list[str] = []
+
+    def capture_one(compute):
+        if graphs.captured_count:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 MiB.\nMore")
+        return compute
+
+    graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 4, pytest.fail, capture=capture_one, note=notes.append)
+    rig.engine._graphs = PassGraphs(graphs)
+    requests = [rig.start(prompt[:9], temperature=0.8, max_tokens=20)]
+    for _ in range(4):
+        rig.step()
+    requests += [rig.start(prompt[:length], temperature=0.8) for length in (20, 50)]
+    rig.run()
+    assert [rig.tokens[request][:8] for request in requests] == expected
+    assert graphs.captured_sizes == [1] and graphs.replays > 5
+    assert notes == [
+        "no memory for the CUDA graph of a decode pass of 4, nor for others: "
+        "CUDA out of memory. Tried to allocate 16 MiB."
+    ]
 
 
 def test_logits_that_are_no_numbers_say_nothing_of_a_graph():

@@ -331,16 +331,18 @@ def test_no_pass_ends_inside_an_image_that_attends_both_ways(vision, rig, monkey
 
 
 class ReplayedTokens:
-    """In place of graphs: which tokens would be computed by their ids alone."""
+    """In place of graphs: which tokens would be computed by their ids alone. It replays decode passes."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
-    def fits(self, sequences: int) -> bool:
-        return sequences > 0
-
-    def run(self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, tokens: Sequence[int], spans: Sequence[object], wanted: Sequence[int], unread: object
+    ) -> torch.Tensor | None:
+        del wanted, unread
         self.tokens += tokens
+        if len(tokens) > len(spans):
+            return None
         return torch.zeros(len(tokens), IMAGE_TOKEN).index_fill_(1, torch.tensor([7]), 1.0)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -55,6 +56,8 @@ def run(figures: Sequence[Figure], short: bool, file: Path | None, plots: Path |
             try:
                 measured = figure.cpu(short)
             except Exception as error:  # whatever breaks in one figure, the others are worth having
+                if not isinstance(error, harness.BenchmarkError):
+                    traceback.print_exc()
                 failed.append(f"{figure.name}: {type(error).__name__}: {error}")
                 print(failed[-1], file=sys.stderr, flush=True)
                 continue

@@ -27,7 +27,7 @@ _PAPER = Paper(
     "The prefix-cache paper",
     "Improving Large Language Model Throughput with Efficient Long-Term Memory Management",
     "section VII",
-    "RTX 3090 and others",
+    "a machine that is not named (in V.G an RTX 3090)",
 )
 _SLOW_DISK = 50_000_000
 _SET_NAMES = ("gpu", "cpu", "disk")

@@ -3,7 +3,7 @@
     python -m benchmarks.host_share
 
   copies  pieces of 4, 16, 32 and 64 MiB between GPU tier and CPU tier in a running event loop: GB/s that Python allows
-  pages   a batch of an engine's pages of 64 KiB, both ways: microseconds a layer
+  pages   a batch of an engine's pages of 64 KiB, both ways: microseconds of processor a layer
   decode  a decode step of 1 to 128 requests whose pass is a graph: planning, choosing tokens, the message to the daemon
 
 Fails when a figure misses its bound. The figures are of this machine's processor; another process beside the benchmark

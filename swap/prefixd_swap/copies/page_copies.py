@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from prefixd_swap.copies.copy_engine import StreamMark, wait_all
+from prefixd_swap.copies.kernel_check import check_kernel
 from prefixd_swap.copies.page_kernel import PageKernel
 from prefixd_swap.copies.page_runs import NO_BLOCK, Ids, PackedPages
 from prefixd_swap.copies.strided_copies import Rows, StridedCopies, evenly_spaced
@@ -57,7 +58,7 @@ class PageCopies:
         call_bytes: the least bytes of such a copy.
 
     Raises:
-        DeviceError: there is no usable GPU, or its driver does not take the kernel.
+        DeviceError: there is no usable GPU, its driver does not take the kernel, or this moves wrong bytes there.
         OutOfMemoryError: the GPU has no 132 MiB for the staging buffers, or the system no threads.
     """
 
@@ -74,12 +75,14 @@ class PageCopies:
         half_bytes = -(-max(part_bytes, _HALF_BYTES) // _ALIGNED) * _ALIGNED
         try:
             for gather in (True, False):
-                way = _Way(open_device(ordinal), self._memory, half_bytes, gather)
-                way.without_packing = None if row_bytes is None else (row_bytes, call_bytes)
-                self._ways.append(way)
+                self._ways.append(_Way(open_device(ordinal), self._memory, half_bytes, gather))
+            with open_device(ordinal).context():
+                check_kernel(open_device(ordinal), self._memory, self._ways[0].now, self._ways[1].now)
         except BaseException:
             self.close()
             raise
+        for way in self._ways:
+            way.without_packing = None if row_bytes is None else (row_bytes, call_bytes)
 
     async def gather(self, packed: PackedPages) -> None:
         """Copy pages to host memory; returns when the bytes are there.
@@ -164,6 +167,10 @@ class _Way:
                 )
         if any(packed.nbytes for packed in several):
             await wait_all([self._pool.submit(self._submit, several, submitted)])
+
+    def now(self, packed: PackedPages) -> None:
+        """As `run`, in the calling thread, which has the context."""
+        self._submit([packed], None)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from prefixd_swap.copies import page_copies, pinning
 from prefixd_swap.copies.copy_engine import CudaCopyEngine, StreamMark
 from prefixd_swap.copies.page_copies import PageCopies
+from prefixd_swap.copies.page_kernel import PageKernel
 from prefixd_swap.copies.page_runs import NO_BLOCK, PackedPages, PageRun
 from prefixd_swap.copies.pinning import HostPin
 from prefixd_swap.errors import DeviceError, MemoryMisuseError, OutOfMemoryError
@@ -178,7 +179,7 @@ def test_a_part_that_fits_no_buffer_is_refused_and_a_buffer_is_made_for_the_long
     wide = [PageRun(engine.runs[0].address, 0, 1 << 20)]
     packed = PackedPages(wide, np.arange(100).reshape(1, 100), np.zeros(1, np.int64))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(page_copies, "_HALF_BYTES", 1)
+        patched.setattr(page_copies, "_HALF_BYTES", 128 << 10)
         small = PageCopies(0, 3 << 20)
         assert [way._staging.nbytes for way in small._ways] == [(2 + 2 * 3) << 20] * 2
     with pytest.raises(MemoryMisuseError, match="over the"):
@@ -191,6 +192,23 @@ def test_a_gpu_without_room_for_the_buffers_says_so_and_keeps_nothing(memory: Vi
     free = open_device(0).call("cuMemGetInfo")[0]
     with pytest.raises(OutOfMemoryError):
         PageCopies(0, 1 << 50)
+    assert open_device(0).call("cuMemGetInfo")[0] == free
+
+
+@pytest.mark.parametrize("element", [16, 4, 1])
+def test_a_kernel_that_moves_wrong_bytes_is_refused_at_the_start(
+    memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch, element: int
+) -> None:
+    """One variant of it leaves every second page out."""
+    free = open_device(0).call("cuMemGetInfo")[0]
+    launch = PageKernel.launch
+
+    def wrong(self: PageKernel, stream: Any, of: int, runs: int, run_count: int, *rest: Any) -> None:
+        launch(self, stream, of, runs, 1 if of == element else run_count, *rest)
+
+    monkeypatch.setattr(PageKernel, "launch", wrong)
+    with pytest.raises(DeviceError, match=f"wrong bytes on .* \\(elements of {element} bytes\\)"):
+        PageCopies(0)
     assert open_device(0).call("cuMemGetInfo")[0] == free
 
 
@@ -286,7 +304,7 @@ def test_layers_in_turn_are_there_for_what_follows_their_mark(
 @pytest.fixture
 def both(memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PageCopies]]:
     """Without and with strided copies between pages and host, of rows of any length."""
-    monkeypatch.setattr(page_copies, "_HALF_BYTES", 1)
+    monkeypatch.setattr(page_copies, "_HALF_BYTES", 128 << 10)
     made = [PageCopies(0, 16 << 10, row_bytes=row_bytes, call_bytes=1) for row_bytes in (None, 1)]
     for each in made:
         for way in each._ways:

@@ -21,6 +21,7 @@ from prefixd.base.rules.rules import Rule, VisionEmbedding, to_fields
 from prefixd.base.tenancy.tenants import COMMON, DEFAULT
 from prefixd.cache.rules import MAX_GROUPS, GroupRule
 from prefixd.cache.rules.in_blocks import in_blocks
+from prefixd_swap.padded_rows import PaddedRows
 
 ID_BYTES = 8
 
@@ -40,12 +41,14 @@ class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The bytes of a block that belong to one (KV group, tensor-parallel rank).
 
     `rule`: which part of a prefix the group's layers need; None for full attention.
+    `rows`: how the `nbytes` bytes lie in the compute tier, if they are padded there.
     """
 
     group: str
     rank: int
     nbytes: int
     rule: Rule | None = None
+    rows: PaddedRows | None = None
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True):
@@ -91,7 +94,10 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
     def encoded(self) -> bytes:
         """All fields, with the length before each text and list, so that different specs have different encodings."""
-        parts = [(part.group, part.rank, part.nbytes, part.rule) for part in self.parts]
+        parts = [
+            (part.group, part.rank, part.nbytes, part.rule, *(() if part.rows is None else (part.rows,)))
+            for part in self.parts
+        ]
         owner = (self.tenant, self.worker)
         fields = (*owner, self.name, self.salt, self.block_tokens, self.dtype, self.layout, parts)
         return msgspec.msgpack.encode(fields, enc_hook=to_fields)

@@ -70,6 +70,7 @@ class Tiers:
         self.troubles = Troubles(elapsed_s) if troubles is None else troubles
         self.counters = tuple(TierCounters() for _ in range(TIERS))
         """Counters of each tier, by level."""
+        self._padded = False
         self._list()
         levels = [tier.level for tier in self]
         if levels != sorted({level for level in levels if 0 <= level < TIERS}):
@@ -136,7 +137,17 @@ class Tiers:
     def set_compute(self, tier: MemoryTier) -> None:
         """Replaces the compute tier."""
         self.compute = tier
+        if self._padded:
+            self.set_padded()
         self._list()
+
+    def set_padded(self) -> None:
+        """Blocks of a namespace are padded in the compute tier and packed in all others (`PartSpec.rows`).
+
+        Stores then read and write no bytes there, also where the tier is host memory: they go through the shared tier.
+        """
+        self._padded = True
+        self.compute.addressable = False
 
     def end_compute(self) -> None:
         """Removes the compute tier, which is not used any more; its maker closes it."""

@@ -54,6 +54,13 @@ class Tries:
         self._users[self.by_namespace.pop(ordinal).ordinal] -= 1
 
     def _new(self, spec: NamespaceSpec) -> Trie:
+        trie = self._of_parts(spec)
+        trie.part_rows = tuple(part.rows for part in spec.parts)
+        if any(trie.part_rows):
+            self._tiers.set_padded()
+        return trie
+
+    def _of_parts(self, spec: NamespaceSpec) -> Trie:
         """A trie for blocks like the namespace's; reuses one without namespaces if there is one."""
         part_bytes, rules = [part.nbytes for part in spec.parts], spec.group_rules()
         if unused := [trie for trie in self.all if not self._users[trie.ordinal]]:
@@ -102,4 +109,4 @@ class Tries:
 
 def _geometry(spec: NamespaceSpec) -> tuple[object, ...]:
     """The properties that all blocks of one trie share."""
-    return (spec.block_tokens, tuple((part.nbytes, part.rule) for part in spec.parts))
+    return (spec.block_tokens, tuple((part.nbytes, part.rule, part.rows) for part in spec.parts))

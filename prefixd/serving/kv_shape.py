@@ -10,6 +10,7 @@ from prefixd.base.rules.rules import RecurrentState, Window
 from prefixd.cache import PartSpec
 from prefixd.cache.rules.in_blocks import in_blocks
 from prefixd.worker_protocol.protocol import GroupShape, Hello, Need, passed_blocks
+from prefixd_swap.padded_rows import PaddedRows
 
 
 @dataclass(frozen=True)
@@ -159,18 +160,25 @@ class KvShape:
     def parts(self, frame_bytes: int) -> tuple[PartSpec, ...]:
         """The parts of a block, a slot each.
 
-        The name of the part of a model whose layers are all alike is part of the identity of caches on disk.
+        Where tokens are padded, other tiers than the GPU tier have the parts packed; pages of block tables, and a frame
+        of padding alone, as they are. The name of the part of a model whose layers are all alike is part of the
+        identity of caches on disk.
         """
-        if self.plain and self.block_frames == 1:
-            return (PartSpec("attention", 0, frame_bytes),)
-        return tuple(
-            PartSpec(
-                group.name if len(self.widths(group)) == 1 else f"{group.name}.{piece}",
-                *(0, width * frame_bytes, group.rule),
-            )
-            for group in self.groups
-            for piece, width in enumerate(self.widths(group))
-        )
+        return tuple(self._parts(frame_bytes))
+
+    def _parts(self, frame_bytes: int) -> Iterator[PartSpec]:
+        for group in self.groups:
+            widths = self.widths(group)
+            for piece, width in enumerate(widths):
+                name = group.name if len(widths) == 1 else f"{group.name}.{piece}"
+                if self.plain and self.block_frames == 1:
+                    name = "attention"
+                nbytes, rows = width * frame_bytes, None
+                if group.token_stride and not self.whole_pages:
+                    offset = piece * frame_bytes % group.token_stride
+                    rows = PaddedRows(group.token_stride, group.token_bytes, frame_bytes, offset)
+                    nbytes, rows = (rows.packed_bytes, rows) if rows.packed_bytes else (nbytes, None)
+                yield PartSpec(name, 0, nbytes, group.rule, rows)
 
 
 ONE_FRAME = KvShape((GroupShape("attention", None, 1, 1),), 1)

@@ -84,7 +84,8 @@ class WorkerSettings(Section):
     block_padding: Literal["auto", "none", "any"] = "auto"
     """What the KV of a token may be padded so that short blocks fill whole chunks of memory. auto: up
     to 15%, and what blocks of 64 tokens need if that is not enough, up to 200%. none: blocks take the least memory, and
-    only prompts longer than a block are found again. any: blocks have block_tokens, whatever it costs."""
+    only prompts longer than a block are found again. any: blocks have block_tokens, whatever it costs. Other tiers
+    hold no padding, except with kv = "paged"."""
     layout: Literal["token", "layer"] = "token"
     """How KV lies in memory: all layers of a token together, or each layer apart."""
     kv: Literal["virtual", "paged"] = "virtual"

@@ -45,12 +45,15 @@ class GroupShape(msgspec.Struct, frozen=True):
     rule: a sliding window, chunks, a state; None for full attention.
     layers: how many.
     frames: how many frames a block of the group takes; of a group that has a state, how many the state takes.
+    token_bytes, token_stride: if tokens are padded in frames, bytes of a token and from one to the next; else 0.
     """
 
     name: str
     rule: Rule | None
     layers: int
     frames: int
+    token_bytes: int = 0
+    token_stride: int = 0
 
 
 class ImageGroup(msgspec.Struct, frozen=True):

@@ -98,7 +98,7 @@ def explain_blocks(asked: int, groups: Sequence[tuple[str, KvGeometry]], chunk_b
         strides = ", ".join(_exact(each.stride) for each in geometries)
         plain = [replace(each, block_tokens=asked, token_stride=0) for each in geometries]
         rule += (
-            f"; tokens are padded to {strides}, {padded:.0%} more memory; "
+            f"; tokens are padded to {strides}, {padded:.0%} more GPU memory; "
             'worker.block_padding = "none" has no padding and blocks of '
             f"{choose_blocks(plain, chunk_bytes, 'none')[0].block_tokens}"
         )

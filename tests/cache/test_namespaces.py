@@ -31,6 +31,7 @@ from prefixd.cache.rules import (
     VisionEmbedding,
 )
 from prefixd_swap import NewBlock, Span
+from prefixd_swap.padded_rows import PaddedRows
 from tests.rig import OpenCache, Rig
 from tests.tries import forget_blocks
 
@@ -57,6 +58,7 @@ OTHERS = [
     {"dtype": "float16"},
     {"layout": "layer"},
     {"parts": (PartSpec("kv", 0, 512),)},
+    {"parts": (PartSpec("kv", 0, 4096, rows=PaddedRows(512, 256, 8192)),)},
     {"parts": (PartSpec("kv", 0, 4096, rules.SlidingWindow(32)), PartSpec("kv", 1, 4096))},
     {"tenant": "another"},
     {"worker": True},
@@ -336,6 +338,11 @@ def test_every_rule_comes_back_from_disk(spec: rules.Rule | None, words: str, ru
     namespace.check()
     again = decode_spec(msgspec.msgpack.encode(namespace, enc_hook=rules.to_fields))
     assert again == namespace and again.group_rules() == [rule] and str(spec or rules.FULL_ATTENTION) == words
+
+
+def test_padding_comes_back_from_disk() -> None:
+    namespace = changed(parts=(PartSpec("kv", 0, 4096, None, PaddedRows(512, 256, 8192, 64)),))
+    assert decode_spec(msgspec.msgpack.encode(namespace, enc_hook=rules.to_fields)) == namespace
 
 
 def test_namespaces_that_an_earlier_version_wrote_are_read() -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 READY = admin_pb2.WorkerStats.STATE_READY
 TOKEN = (
     "16 tokens asked, 64 used: a token takes 512 bytes and blocks must fill whole chunks of 64 KiB (lcm 64 KiB); "
-    'tokens are padded to 1 KiB, 100% more memory; worker.block_padding = "none" has no padding and blocks of 128'
+    'tokens are padded to 1 KiB, 100% more GPU memory; worker.block_padding = "none" has no padding and blocks of 128'
 )
 LAYER = (
     "16 tokens asked, 256 used: a token takes 256 bytes in each of 2 layers and a block's pieces must fill whole "

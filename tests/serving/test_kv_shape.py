@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import GroupShape
+from prefixd_swap.padded_rows import PaddedRows
 
 FULL = GroupShape("full", None, 2, 1)
 STATE = GroupShape("state", RecurrentState(), 3, 2)
@@ -20,6 +21,25 @@ def test_a_part_is_a_frame_and_one_plain_group_keeps_its_name() -> None:
     assert [part.group for part in parts] == ["full", "window-64.0", "window-64.1", "state.0", "state.1"]
     assert [part.rule for part in parts] == [None, *[SlidingWindow(64)] * 2, *[RecurrentState()] * 2]
     assert {part.nbytes for part in parts} == {4096}
+
+
+def test_parts_of_padded_tokens_are_packed_wherever_a_frame_begins() -> None:
+    """80 KiB at a stride of 96 KiB: 64 tokens are three frames of 2 MiB, which end inside tokens. Not in pages."""
+    padded = GroupShape("full", None, 2, 3, token_bytes=80 << 10, token_stride=96 << 10)
+    parts = KvShape((padded, STATE), 64).parts(2 << 20)
+    offsets = [part.rows and part.rows.offset for part in parts]
+    assert offsets == [0, 32 << 10, 64 << 10, None, None]
+    assert [part.nbytes >> 10 for part in parts] == [1712, 1712, 1696, 2048, 2048]
+    assert sum(part.nbytes for part in parts[:3]) == 64 * (80 << 10)
+    pages = KvShape((padded, STATE), 64, whole_pages=True).parts(2 << 20)
+    assert [(part.nbytes >> 20, part.rows) for part in pages] == [(6, None), (4, None)]
+
+
+def test_a_frame_of_padding_alone_is_a_part_all_the_same() -> None:
+    wide = GroupShape("attention", None, 2, 2, token_bytes=12 << 10, token_stride=32 << 10)
+    first, second = KvShape((wide,), 1).parts(16 << 10)
+    assert (first.nbytes, first.rows) == (12 << 10, PaddedRows(32 << 10, 12 << 10, 16 << 10))
+    assert (second.nbytes, second.rows) == (16 << 10, None)
 
 
 def test_a_state_of_every_block_stays_as_long_as_its_block() -> None:

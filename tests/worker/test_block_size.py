@@ -26,8 +26,8 @@ from tests.worker.tiny_models import tiny_config
 QWEN = {"layers": 28, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"}  # Qwen2.5-7B: 56 KiB a token
 TOKEN = "a token takes 56 KiB and blocks must fill whole chunks of 2 MiB (lcm 14 MiB)"
 PADDED = (
-    f'16 tokens asked, 32 used: {TOKEN}; tokens are padded to 64 KiB, 14% more memory; worker.block_padding = "none" '
-    "has no padding and blocks of 256"
+    f"16 tokens asked, 32 used: {TOKEN}; tokens are padded to 64 KiB, 14% more GPU memory; worker.block_padding = "
+    '"none" has no padding and blocks of 256'
 )
 LAYER = "a token takes 2 KiB in each of 28 layers and a block's pieces must fill whole chunks of 2 MiB (lcm 2 MiB)"
 

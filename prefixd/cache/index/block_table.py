@@ -8,6 +8,7 @@ import numpy as np
 
 from prefixd.cache.index.trie_table import TrieTable
 from prefixd.cache.rules import MAX_GROUPS, FullAttention, GroupMask, GroupRule, kv_groups, needed_groups
+from prefixd_swap.padded_rows import PaddedRows
 
 
 class BlockTable(TrieTable):
@@ -33,6 +34,8 @@ class BlockTable(TrieTable):
             raise ValueError(f"{len(self.groups)} KV groups with different rules, at most {MAX_GROUPS} are possible")
         self.block_tokens = block_tokens
         self.part_bytes = tuple(part_bytes)
+        self.part_rows: tuple[PaddedRows | None, ...] = (None,) * len(part_bytes)
+        """For each part how its bytes lie in the compute tier, if they are padded there."""
         self.all_groups = (1 << len(self.groups)) - 1
         self.part_mask = np.zeros(len(part_bytes), np.uint8)  # the group of each part
         for group in self.groups:

@@ -130,7 +130,7 @@ class Copying:
         try:
             if isinstance(source, MemoryTier):
                 old = trie.slots[rows, source.level][:, parts]
-                arrived = await self._copy_memory(source, old, target, taken, _sizes(trie, parts), way.claim.movement)
+                arrived = await self._copy_memory(trie, parts, source, old, target, taken, way.claim.movement)
             elif can_move(source, target):
                 arrived = await self._read_from(source)(trie, rows, parts, taken, target, way.claim.movement)
             else:
@@ -146,19 +146,29 @@ class Copying:
 
     async def _copy_memory(
         self,
+        trie: Trie,
+        parts: Sequence[int],
         source: MemoryTier,
         old: Slots,
         target: MemoryTier,
         taken: Slots,
-        sizes: Sequence[int],
         movement: Movement,
     ) -> Bools:
-        """Copies slots, [m, parts], to others; returns which blocks were copied.
+        """Copies `parts` of blocks in slots, [m, parts], to other slots; returns which blocks were copied.
 
         Raises:
             SwapError: a copy failed.
         """
-        copies = self._memory.submit(source, old, target, taken, sizes, movement.urgency, deadline_s=movement.due_s)
+        copies = self._memory.submit(
+            source,
+            old,
+            target,
+            taken,
+            _sizes(trie, parts),
+            movement.urgency,
+            deadline_s=movement.due_s,
+            padded=[trie.part_rows[part] for part in parts],
+        )
         results = await movement.run(copies)
         failed = [result for result in results if result is not None and not isinstance(result, TransferDroppedError)]
         if failed:
@@ -213,7 +223,7 @@ class Copying:
                         here = np.arange(start, start + len(staged))
                         read = await read_from(way.trie, rows[here], parts, staged, shared, movement)
                         copied = await self._copy_memory(
-                            shared, staged[read], way.target, taken[here[read]], sizes, movement
+                            way.trie, parts, shared, staged[read], way.target, taken[here[read]], movement
                         )
                         arrived[here[read][copied]] = True
                     finally:

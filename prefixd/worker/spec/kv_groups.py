@@ -57,7 +57,9 @@ class AttentionGroup:
     @property
     def shape(self) -> GroupShape:
         """As the daemon is told."""
-        return GroupShape(self.name, self.rule, len(self.layers), self.frames)
+        geometry = self.geometry
+        padded = (geometry.piece_token_bytes, geometry.stride) if geometry.token_stride else (0, 0)
+        return GroupShape(self.name, self.rule, len(self.layers), self.frames, *padded)
 
     def needs(self, group: int) -> tuple[Need, ...]:
         """What its layers need, as the daemon is told; `group` is its place among all groups."""

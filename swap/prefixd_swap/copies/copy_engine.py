@@ -7,13 +7,18 @@ import ctypes
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from prefixd_swap.copies.address_columns import AddressColumns, Pair
 from prefixd_swap.copies.pinning import pieces
+from prefixd_swap.copies.row_columns import RowColumns
+from prefixd_swap.copies.strided_copies import Rows, StridedCopies
 from prefixd_swap.errors import MemoryMisuseError, SwapError
 from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem.cuda_driver import CudaDevice, cuda_ordinal, open_device, register_host, unregister_host
@@ -48,6 +53,15 @@ class CopyEngine(ABC):
     async def copy_columns(self, columns: AddressColumns) -> None:
         """As `copy`, of copies of one direction."""
         await self.copy(columns.pairs())
+
+    async def copy_rows(self, copies: Sequence[RowColumns]) -> None:
+        """As `copy`, of rows of one direction; row by row, unless an engine has a better way."""
+        flat = [rows.flat() for rows in copies]
+        if flat:
+            to, at, nbytes = (
+                np.concatenate(each) for each in zip(*((f.to, f.at, f.nbytes) for f in flat), strict=True)
+            )
+            await self.copy_columns(AddressColumns(to, at, nbytes, flat[0].to_device, flat[0].from_device))
 
     @abstractmethod
     def close(self) -> None:
@@ -114,6 +128,16 @@ class CudaCopyEngine(CopyEngine):
             raise MemoryMisuseError("this copy engine is closed; create another")
         await wait_all(self._submit(columns))
 
+    async def copy_rows(self, copies: Sequence[RowColumns]) -> None:
+        """On CUDA one call of the driver for all rows of a copy (`cuMemcpy2DAsync`)."""
+        sides = {(rows.to_device, rows.from_device) for rows in copies}
+        if len(sides) != 1 or not sides <= {(True, False), (False, True)}:
+            await super().copy_rows(copies)
+            return
+        if self._closed:
+            raise MemoryMisuseError("this copy engine is closed; create another")
+        await wait_all([self._lane(*sides.pop()).submit_rows(copies)])
+
     def close(self) -> None:
         """Wait for copies under way, end the threads and destroy the streams. Can be called twice."""
         if self._closed:
@@ -128,7 +152,10 @@ class CudaCopyEngine(CopyEngine):
         joined = columns.joined()
         if sides == (False, False):
             return [self._host._pool.submit(_move, task) for task in _share(joined, self._host._threads)]
-        return [self._lanes[[(True, False), (False, True), (True, True)].index(sides)].submit(joined)]
+        return [self._lane(*sides).submit(joined)]
+
+    def _lane(self, to_device: bool, from_device: bool) -> _Lane:
+        return self._lanes[[(True, False), (False, True), (True, True)].index((to_device, from_device))]
 
 
 class StreamMark:
@@ -186,9 +213,13 @@ class _Lane:
         except SwapError:
             self._pool.shutdown()
             raise
+        self._strided = StridedCopies(cuda, self._stream, to_device=call == "cuMemcpyHtoDAsync")
 
     def submit(self, columns: AddressColumns) -> Future[None]:
-        return self._pool.submit(self._run, columns)
+        return self._pool.submit(self._run, partial(self._copy_columns, columns))
+
+    def submit_rows(self, copies: Sequence[RowColumns]) -> Future[None]:
+        return self._pool.submit(self._run, partial(self._copy_rows, copies))
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -198,13 +229,25 @@ class _Lane:
                 self._cuda.destroy_event(self._events.pop())
             self._cuda.call("cuStreamDestroy", self._stream)
 
-    def _run(self, columns: AddressColumns) -> None:
+    def _copy_columns(self, columns: AddressColumns) -> None:
+        for to, at, whole in columns.rows():
+            for offset, nbytes in pieces(at if columns.to_device else to, whole):
+                self._cuda.call(self._call, to + offset, at + offset, nbytes, self._stream)
+
+    def _copy_rows(self, copies: Sequence[RowColumns]) -> None:
+        for each in copies:
+            for to, at in zip(each.to.tolist(), each.at.tolist(), strict=True):
+                pitches = each.to_pitch, each.from_pitch
+                host, device, host_pitch, device_pitch = (
+                    (at, to, *reversed(pitches)) if each.to_device else (to, at, *pitches)
+                )
+                self._strided.submit(Rows(host, device, each.width, each.rows, host_pitch, device_pitch))
+
+    def _run(self, copy: Callable[[], None]) -> None:
         with self._submitting:
             event = self._events.pop() if self._events else self._cuda.create_event()
             try:
-                for to, at, whole in columns.rows():
-                    for offset, nbytes in pieces(at if columns.to_device else to, whole):
-                        self._cuda.call(self._call, to + offset, at + offset, nbytes, self._stream)
+                copy()
                 self._cuda.call("cuEventRecord", event, self._stream)
             except SwapError:
                 # Some copies may be under way; the caller may free the memory as soon as this raises.

@@ -9,7 +9,9 @@ import numpy as np
 
 from prefixd_swap.copies.address_columns import AddressColumns
 from prefixd_swap.copies.copy_engine import CopyEngine
+from prefixd_swap.copies.row_columns import RowColumns
 from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.padded_rows import PaddedRows
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.memory import MemoryTier
@@ -61,6 +63,7 @@ class MemoryCopies:
         urgency: Urgency,
         *,
         deadline_s: float | None = None,
+        padded: Sequence[PaddedRows | None] = (),
     ) -> BlockTransfer[None]:
         """Starts to copy n blocks of p parts.
 
@@ -72,6 +75,8 @@ class MemoryCopies:
             nbytes: bytes of each part, [p].
             urgency: see `Urgency`.
             deadline_s: time at which the blocks are needed.
+            padded: of each part, [p], how its `nbytes` bytes lie in the nearer of the two tiers, where they are padded;
+                the other one has them packed. None: alike in both.
 
         Raises:
             MemoryMisuseError: the arrays have different shapes, or a slot lies outside its tier.
@@ -95,6 +100,18 @@ class MemoryCopies:
 
         sizes = np.broadcast_to(np.array(nbytes, np.int64), there.shape)
 
+        turn = RowColumns.unpack if target.level < source.level else RowColumns.pack
+
+        async def copy_rows(rows: slice) -> list[None]:
+            copies: list[RowColumns] = []
+            for part, size in enumerate(nbytes):
+                present = there[rows, part]
+                to, at = targets[rows, part][present], sources[rows, part][present]
+                columns = AddressColumns(to, at, np.full(len(to), size), target.on_device, source.on_device)
+                copies += turn(columns, padded[part] or PaddedRows(size, size, size))
+            await self._engine.copy_rows(copies)
+            return [None] * len(there[rows])
+
         async def copy(rows: slice) -> list[None]:
             present = there[rows]
             to, at, each = targets[rows][present], sources[rows][present], sizes[rows][present]
@@ -105,7 +122,7 @@ class MemoryCopies:
             start = 0
             while start < blocks:
                 count = min(small if self._transfers.out_of_turn(path) else large, blocks - start)
-                work = partial(copy, slice(start, start + count))
+                work = partial(copy_rows if any(padded) else copy, slice(start, start + count))
                 yield count, Piece(count * block_bytes, work, True, -(-count // small))
                 start += count
 

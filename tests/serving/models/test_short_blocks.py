@@ -79,6 +79,9 @@ async def test_a_prompt_of_118_tokens_is_found_again_and_gives_the_same_tokens(
         assert await bench.generate(prompt, NEW) == (expected, (0, 0, 0, 0))
         assert await bench.generate(prompt, NEW) == (expected, (hit, 0, 0, 0))
         await bench.clear_gpu_tier()
+        packed = sum(bench.trie.part_bytes)
+        memory = (model.spec.block_frames + model.spec.state_frames) * model.spec.groups.frame_bytes
+        assert packed < memory or model.spec.groups.whole_pages
         assert await bench.generate(prompt, NEW) == (expected, (0, hit, 0, 0))
     async with open_model_bench(model, tmp_path / "data", frames) as bench:
         assert await bench.generate(prompt, NEW) == (expected, (0, 0, hit, 0))

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,10 @@ from pathlib import Path
 from prefixd.base.errors import ConfigError
 from prefixd.base.rules.rules import ChunkedWindow, SlidingWindow, Window
 from prefixd.serving.kv_shape import KvShape
+from prefixd.settings.inference import WorkerSettings
 from prefixd.worker_protocol.protocol import GroupShape
+from prefixd_swap.block_size import Padding, choose_blocks
+from prefixd_swap.group_shape import ELEMENT_BYTES, KvGeometry
 
 _DESCRIBE_S = 120.0
 
@@ -96,17 +100,33 @@ class PlannedModel:
             for group in self.groups
         )
 
-    def kv(self, block_tokens: int, step_tokens: int) -> tuple[KvShape, int]:
-        """The model's blocks in frames, and the bytes of a frame: the largest size that divides all groups' blocks."""
-        frame_bytes = math.gcd(*(block_tokens * self._group_bytes(group) for group in self.groups))
+    def strides(self, chunk_bytes: int, padding: Padding = "auto") -> tuple[int, ...]:
+        """Bytes of memory that a token takes in each group, in a worker's blocks on chunks of `chunk_bytes`.
+
+        They are those of a worker by its default of `worker.block_tokens`: a plan's blocks may be longer, for speed.
+        """
+        dtype = {nbytes: name for name, nbytes in ELEMENT_BYTES.items()}[self.element_bytes]
+        tokens = WorkerSettings.model_fields["block_tokens"].default
+        asked = [KvGeometry(each.layers, each.kv_heads, each.head_dim, dtype, tokens) for each in self.groups]
+        return tuple(each.stride for each in choose_blocks(asked, chunk_bytes, padding))
+
+    def kv(self, block_tokens: int, step_tokens: int, strides: Sequence[int] = ()) -> tuple[KvShape, int]:
+        """The model's blocks in frames, and the bytes of a frame: the largest size that divides all groups' blocks.
+
+        strides: bytes of memory of a token in each group, if tokens are padded.
+        """
+        sizes = [self._group_bytes(group) for group in self.groups]
+        strides = strides or sizes
+        frame_bytes = math.gcd(*(block_tokens * stride for stride in strides))
         shapes = tuple(
             GroupShape(
                 "full" if group.rule is None else f"{'chunks' if group.chunk else 'window'}-{group.rule.tokens}",
                 group.rule,
                 group.layers,
-                block_tokens * self._group_bytes(group) // frame_bytes,
+                block_tokens * stride // frame_bytes,
+                *((nbytes, stride) if stride > nbytes else (0, 0)),
             )
-            for group in self.groups
+            for group, nbytes, stride in zip(self.groups, sizes, strides, strict=True)
         )
         return KvShape(shapes, block_tokens, step_tokens=step_tokens), frame_bytes
 

@@ -46,10 +46,11 @@ class Plan:
     Attributes:
         model: what it serves.
         settings: the daemon's. A plan uses the sizes of the tiers, `cache`, `scheduler`, `transfers`,
-            `disk.io_threads`, and of the worker `block_tokens`, `max_running` and `max_step_tokens`.
+            `disk.io_threads`, and of the worker `block_tokens`, `block_padding`, `max_running` and `max_step_tokens`.
         costs: of passes of the model.
         ways: between the tiers.
         request_s: seconds of a request on its way to the queue and back.
+        chunk_bytes: of the GPU's memory, which blocks fill; 0: any size fills it, as on a CPU.
     """
 
     model: PlannedModel
@@ -57,6 +58,13 @@ class Plan:
     costs: ComputeCosts
     ways: Ways
     request_s: float = 0.0
+    chunk_bytes: int = 0
+
+    @property
+    def strides(self) -> Sequence[int]:
+        """Bytes of GPU memory that a token takes in each group of the model; empty: those of its keys and values."""
+        padding = self.settings.worker.block_padding
+        return self.model.strides(self.chunk_bytes, padding) if self.chunk_bytes else ()
 
 
 def simulate(
@@ -109,7 +117,9 @@ class VirtualDaemon:
         settings, loop = plan.settings, asyncio.get_running_loop()
         self._plan = plan
         self._clock = clock = loop.time
-        self._kv, frame_bytes = plan.model.kv(settings.worker.block_tokens, settings.worker.max_step_tokens)
+        self._kv, frame_bytes = plan.model.kv(
+            settings.worker.block_tokens, settings.worker.max_step_tokens, plan.strides
+        )
         frames = self._frames(frame_bytes)
         transfers = Transfers(urgency_enabled=settings.transfers.urgency, clock=clock)
         _check_sizes(settings, self._kv.block_frames * frame_bytes)

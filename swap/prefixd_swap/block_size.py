@@ -28,6 +28,7 @@ from prefixd_swap.group_shape import STRIDE_BYTES, KvGeometry
 Padding = Literal["auto", "none", "any"]
 """What the tokens of a block may be padded: see `choose_blocks`."""
 
+CUDA_CHUNK_BYTES = 2 << 20
 LOW_PADDING = 0.15
 SHORT_BLOCK = 64
 MOST_PADDING = 2.0

@@ -40,6 +40,14 @@ def test_known_models_take_what_is_published() -> None:
     assert [group.frames for group in kv.groups] == [5, 26] and kv.block_frames * frame_bytes == 512 * 507904
 
 
+def test_padding_is_planned_in_gpu_memory_alone() -> None:
+    small = find_model("qwen2.5-0.5b")
+    assert small.strides(2 << 20) == (32 << 10,) and small.strides(2 << 20, "none") == (12 << 10,)
+    kv, frame_bytes = small.kv(512, 2048, small.strides(2 << 20))
+    assert kv.block_frames * frame_bytes == 512 * (32 << 10)
+    assert sum(part.nbytes for part in kv.parts(frame_bytes)) == 512 * (12 << 10)
+
+
 @pytest.mark.slow
 def test_a_model_directory_is_read_as_the_worker_reads_it(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = ensure_embedded_model(tmp_path_factory.mktemp("models"))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prefixd.planner.hardware import Calibration
     from prefixd.planner.planned_models import PlannedModel
     from prefixd.planner.sweep import Point, TracePlan
+    from prefixd.planner.virtual_daemon import Plan
 
 EXAMPLES = examples(
     "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 256GiB --disk 4TiB",
@@ -214,6 +215,7 @@ def plan_command(
     from prefixd.planner.sweep import TracePlan
     from prefixd.planner.virtual_daemon import Plan
     from prefixd.planner.workload import of_trace, trace_requests
+    from prefixd_swap.block_size import CUDA_CHUNK_BYTES
 
     for file in (json_file, plot_file):
         if file is not None:
@@ -244,8 +246,14 @@ def plan_command(
     if twice := sorted(given.keys() & (flags | variants[0]).keys()):
         raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
     base |= flags
+    chunk_bytes = 0 if measured is not None and measured.machine.endswith("(cpu)") else CUDA_CHUNK_BYTES
     plans = [
-        TracePlan(Plan(chosen, _load_settings(config, base | variant), costs, ways, request_s), trace, planned, speed)
+        TracePlan(
+            Plan(chosen, _load_settings(config, base | variant), costs, ways, request_s, chunk_bytes),
+            trace,
+            planned,
+            speed,
+        )
         for variant in variants
     ]
     workload = of_trace(trace.name, found, speed=speed)
@@ -253,6 +261,7 @@ def plan_command(
     assumptions = [
         *_model_assumptions(chosen, [request.input_length + request.output_length for request in found]),
         *costs.assumptions(),
+        *_padding_assumptions(plans[0].plan),
         *(hardware.way_assumptions() if measured is None else _calibration_assumptions(measured, chosen)),
         *_disk_assumptions(plans),
         *workload.assumptions,
@@ -382,6 +391,16 @@ def _same_model(served: str | None, planned: str) -> bool:
     if planned == "embedded":
         return served.startswith("embedded")
     return served.lower() == planned.lower()
+
+
+def _padding_assumptions(plan: Plan) -> list[str]:
+    memory, nbytes = sum(plan.strides), plan.model.token_bytes
+    if memory <= nbytes:
+        return []
+    return [
+        f"a token takes {memory / 1024:g} KiB of GPU memory, {memory / nbytes - 1:.0%} more, so that short blocks fill "
+        f"chunks of memory (worker.block_padding = {plan.settings.worker.block_padding})"
+    ]
 
 
 def _calibration_assumptions(measured: Calibration, model: PlannedModel) -> list[str]:

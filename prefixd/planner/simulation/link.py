@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from prefixd_swap import CopyEngine
 from prefixd_swap.copies.address_columns import Pair
+from prefixd_swap.copies.row_columns import RowColumns
 from prefixd_swap.errors import MemoryMisuseError
 
 Sleep = Callable[[float], Awaitable[object]]
@@ -74,6 +75,14 @@ class UnbackedCopyEngine(CopyEngine):
             await self._to_device.move(up)
         if down:
             await self._from_device.move(down)
+
+    async def copy_rows(self, copies: Sequence[RowColumns]) -> None:
+        """As `copy`."""
+        if self._closed:
+            raise MemoryMisuseError("this copy engine is closed; create another")
+        for link, to_device in ((self._to_device, True), (self._from_device, False)):
+            if nbytes := sum(len(rows.to) * rows.rows * rows.width for rows in copies if rows.to_device == to_device):
+                await link.move(nbytes)
 
     def close(self) -> None:
         """End it."""

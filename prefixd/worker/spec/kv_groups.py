@@ -23,10 +23,10 @@ from prefixd.worker.recurrent import StateLayout
 from prefixd.worker.spec.probe import AttentionLayer
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import GroupShape, ImageGroup, Need, frames_each
+from prefixd_swap.block_size import CUDA_CHUNK_BYTES as CUDA_CHUNK_BYTES
 from prefixd_swap.block_size import Padding, choose_blocks, explain_blocks
 from prefixd_swap.group_shape import KvGeometry, Layout
 
-CUDA_CHUNK_BYTES = 2 << 20
 READ_BLOCK = 128
 """A GPU's kernels read keys in blocks of at most this many tokens, so all of the block that a window begins in needs
 memory: `_kept`."""

@@ -83,8 +83,8 @@ class Figure:
         timed: True if values are times or depend on them, so that they need a machine that does nothing else.
         cpu: measures; its argument asks for the short form, which goes through everything and means nothing. None: a
             CPU cannot show it.
-        gpu: our values in the parts of a result of `benchmarks.gpu`. Raises LookupError where they are missing. None:
-            `benchmarks.gpu` has no such values.
+        gpu: our values in the parts of a result of `benchmarks.gpu`. Raises LookupError or ValueError where they are
+            missing. None: `benchmarks.gpu` has no such values.
     """
 
     name: str

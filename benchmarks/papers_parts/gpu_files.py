@@ -31,7 +31,7 @@ def on_gpu(figure: Figure, files: Mapping[str, Mapping[str, Any]]) -> OnGpu | No
     for name, content in sorted(found, key=lambda each: each[1]["circumstances"]["date"], reverse=True):
         try:
             values = figure.gpu(content["parts"])
-        except LookupError:
+        except (LookupError, ValueError):  # ValueError: the most of no points
             continue
         where = content["circumstances"]
         return OnGpu(values, content["device"], where["date"], where["commit"], name)

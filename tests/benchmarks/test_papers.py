@@ -75,6 +75,13 @@ def test_what_gpus_measured_is_found_by_the_keys_of_the_claims() -> None:
     assert shown > 0
 
 
+def test_parts_that_measured_nothing_are_no_values() -> None:
+    names = ("virtual_memory", "attach", "memory_held", "attention", "first_token", "decode")
+    for parts in ({}, {name: {"status": "failed"} for name in names}, {name: {"points": []} for name in names}):
+        files = {"empty.json": gpu_file("2026-01-01", parts)}
+        assert [figure.name for figure in FIGURES if on_gpu(figure, files) is not None] == []
+
+
 def test_the_newest_gpu_that_measured_a_part_is_shown() -> None:
     files = {
         "old.json": gpu_file("2026-01-01", {"attention": {"speed": 1.0}}),

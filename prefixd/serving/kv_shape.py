@@ -36,6 +36,7 @@ class KvShape:
         needs: as `Hello.needs`.
         whole_pages: as `Hello.whole_pages`.
         image_frames: of an image that is in no block of a prompt; see `Hello.image_group`.
+        mapped_ahead: the worker maps memory beside its steps, so that it is told what will be wanted (`Expect`).
     """
 
     groups: tuple[GroupShape, ...]
@@ -45,13 +46,15 @@ class KvShape:
     needs: tuple[Need, ...] = ()
     whole_pages: bool = False
     image_frames: int = 0
+    mapped_ahead: bool = False
 
     @classmethod
     def of(cls, hello: Hello, step_tokens: int) -> KvShape:
         """The shape of the model that a worker has described."""
         image_frames = 0 if hello.image_group is None else hello.image_group.frames
         margin, pages = hello.window_margin, hello.whole_pages
-        return cls(hello.groups, hello.block_tokens, margin, step_tokens, hello.needs, pages, image_frames)
+        ahead = hello.device != "cpu" and not pages
+        return cls(hello.groups, hello.block_tokens, margin, step_tokens, hello.needs, pages, image_frames, ahead)
 
     @cached_property
     def token_groups(self) -> tuple[GroupShape, ...]:

@@ -27,6 +27,7 @@ from prefixd.worker_protocol.protocol import (
     Cancel,
     Connection,
     Done,
+    Expect,
     Extend,
     Grow,
     Memory,
@@ -125,6 +126,8 @@ def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames,
                 connection.send(Pong())
             elif isinstance(message, Grow):
                 frames.grow(message, connection.socket)
+            elif isinstance(message, Expect):
+                engine.expect(message)
             elif isinstance(message, Shrink):
                 connection.send(frames.shrink(message, kv))
             else:

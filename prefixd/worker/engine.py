@@ -19,7 +19,7 @@ from prefixd.worker.pass_queue import PassQueue, QueuedPass, pass_by
 from prefixd.worker.runs import Runs, failure
 from prefixd.worker.step_plan import StepPart, StepPlanner, with_proposals
 from prefixd.worker_protocol.errors import RequestError
-from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Extend, Start, Step
+from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Expect, Extend, Start, Step
 from prefixd_swap.errors import SwapError
 from prefixd_swap.vtensor import VirtualTensor
 
@@ -117,6 +117,10 @@ class Engine:
                 run.arrive(first, first + blocks * self._block_tokens)
         return self.poll()
 
+    def expect(self, message: Expect) -> None:
+        """Have frames mapped that a request will probably want."""
+        self._kv.expect(message.frames)
+
     def cancel(self, message: Cancel) -> list[Step | Done]:
         """End a request; one that is being computed ends after the pass, whose results come before its end."""
         run = self._runs.get(message.id)
@@ -142,6 +146,7 @@ class Engine:
         at_once = not self._ahead or any(isinstance(part.run, BeamRun) for part in parts)
         self._computing = at_once
         self._queue(parts, started)
+        self._kv.map_ahead()
         if meanwhile is not None:
             meanwhile()
         if not at_once:

@@ -6,6 +6,7 @@ The order of a conversation (``>`` from the worker, ``<`` from the daemon)::
     < Memory    followed on the same socket by the GPU tier's descriptors (`prefixd_swap.vmem.send_export`)
     > Ready     memory attached, weights loaded
     < Start, Extend, Arrived, Cancel   at any time from here on
+    < Expect    a request will probably start
     < Grow      more frames; followed on the same socket by their descriptors, and before any message that names them
     < Shrink    unmap frames that no request has
     > Shrunk    the worker has unmapped them
@@ -460,6 +461,16 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     frames: list[int]
 
 
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """A request that waits for a place will probably start with these frames, which the worker may map beside its
+    steps until then. It may not start, or start with others.
+
+    frames: of its cached blocks, named as in `Start`.
+    """
+
+    frames: list[int]
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """End a request; it answers with Done. Ignored if the request has ended."""
 
@@ -479,7 +490,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = Hello | Ready | Note | Step | Done | Shrunk | Pong | Failed
-ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Cancel | Ping | Shutdown
+ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Expect | Cancel | Ping | Shutdown
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_fields)

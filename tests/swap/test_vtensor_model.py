@@ -135,6 +135,18 @@ class ManagerMachine(RuleBasedStateMachine):
         self.kept.remove(kept)
         self.manager.forget(kept[0])
 
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), steps=st.integers(0, 2))
+    def expect(self, data: st.DataObject, steps: int) -> None:
+        """A request may come on this prefix; mapping goes on in the background from the next steps on."""
+        self.manager.expect(data.draw(st.sampled_from(self.kept))[0])
+        for _ in range(steps):
+            self.manager.map_ahead()
+
+    @rule()
+    def compute(self) -> None:
+        self.manager.map_ahead()
+
     @rule(keep=st.integers(0, 3))
     def give_memory_back(self, keep: int) -> None:
         self.settle()

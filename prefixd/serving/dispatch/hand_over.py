@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.cache import NONE, TieredCache
 from prefixd.cache.index.trie import NO_SLOT, Rows
@@ -17,7 +18,7 @@ from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.serving.request.worker_run import Run, RunStates, Suspect
-from prefixd.worker_protocol.protocol import Start
+from prefixd.worker_protocol.protocol import Expect, Start
 
 
 class HandOver:
@@ -76,6 +77,15 @@ class HandOver:
         if run.states is not None:
             self._states.counters.without_room += wanted > run.states.extra_states
         return True
+
+    def expect(self, request: Request) -> None:
+        """Tells the worker the frames of a READY request that waits for a place; again only when they have changed."""
+        if not request.kv.mapped_ahead or not len(request.rows) or not self._requests.taking:
+            return
+        frames = held_frames(self._cache, request)
+        if not np.array_equal(frames, request.expected_frames):
+            request.expected_frames = frames
+            self._context.send(Expect(frames.tolist()))
 
     def _may_start(self, request: Request) -> bool:
         return request.state is RequestState.READY and self._requests.taking
@@ -178,6 +188,15 @@ async def take_first_frames(cache: TieredCache, request: Request, states: int) -
     return FirstFrames(*taken) if len(taken) == len(wants) else None
 
 
+def held_frames(cache: TieredCache, request: Request) -> npt.NDArray[np.int64]:
+    """The frames of a READY request's cached blocks, block by block; -1 for those that it does not hold."""
+    trie, parts, wanted = request.trie, len(request.kv.block_widths), request.wanted
+    held = trie.slots[request.rows, cache.tiers.compute.level, :parts]
+    if wanted is not None:
+        held = np.where((wanted[:, None] & trie.part_mask[:parts]) != 0, held, NO_SLOT)
+    return held.ravel().astype(np.int64)
+
+
 def make_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: list[int], *, caching: bool) -> Run:
     """The run of a READY request with these frames.
 
@@ -186,16 +205,12 @@ def make_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: lis
 
     keep: for each state that is kept, the number of blocks before it.
     """
-    trie, widths, rows, wanted = request.trie, request.kv.block_widths, request.rows, request.wanted
-    parts = len(widths)
-    slots = trie.slots[rows, cache.tiers.compute.level]
-    held = slots[:, :parts]
-    if wanted is not None:
-        held = np.where((wanted[:, None] & trie.part_mask[:parts]) != 0, held, NO_SLOT)
+    widths = request.kv.block_widths
     states = _make_run_states(request, fresh.of_states, keep)
     if states is not None:
-        states.resume = slots[-1:, parts:].ravel().tolist()
-    frames = [*held.ravel().tolist(), *fresh.of_blocks]
+        last = request.trie.slots[request.rows[-1:], cache.tiers.compute.level]
+        states.resume = last[:, len(widths) :].ravel().tolist()
+    frames = [*held_frames(cache, request).tolist(), *fresh.of_blocks]
     return Run(frames, request.usable_blocks if caching else 0, caching, widths, states)
 
 

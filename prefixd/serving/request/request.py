@@ -84,6 +84,7 @@ class Request(Prompt):
     lost_tokens: int = 0
     turn: int = 0
     suspects: list[Suspect] = field(default_factory=list)
+    expected_frames: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)
     _footprint: Footprint | None = None
     _run: Run | None = None
 

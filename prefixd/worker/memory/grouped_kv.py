@@ -146,6 +146,17 @@ class GroupedKv:
         if self.cross is not None:
             self.cross.memory.forget(frames)
 
+    def expect(self, frames: Sequence[int]) -> None:
+        """A sequence with these frames as its first blocks will probably be opened. Of the frames of its states nothing
+        is mapped ahead: they are few."""
+        for memory, own in zip(self._memories, self._split(frames), strict=True):
+            memory.expect(own)
+
+    def map_ahead(self) -> None:
+        """Map and unmap ahead of need, in the background."""
+        for memory in self._memories:
+            memory.map_ahead()
+
     def step(self, segments: Sequence[Segment]) -> StepKv:
         """The memory of a forward pass over these segments. The groups of the model itself."""
         return self._step(segments, self._own, 0)

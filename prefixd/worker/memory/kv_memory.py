@@ -165,6 +165,14 @@ class KvMemory(Protocol):
         """Unmap frames that no sequence has, before they are removed. It may wait for the device."""
         ...
 
+    def expect(self, frames: Sequence[int]) -> None:
+        """A sequence with these frames as its first blocks will probably be opened: they may be mapped before."""
+        ...
+
+    def map_ahead(self) -> None:
+        """Begin to map and unmap ahead of need, beside the pass that is computed now. Raises DeviceError."""
+        ...
+
     def step(self, segments: Sequence[Segment]) -> StepKv:
         """The memory of a forward pass over these segments."""
         ...

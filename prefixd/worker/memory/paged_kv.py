@@ -121,6 +121,13 @@ class PagedKv:
         """Unmap frames that no sequence has and that are about to be no more."""
         self.pages.window.forget(frames)
 
+    def expect(self, frames: Sequence[int]) -> None:
+        """Does nothing: all frames are mapped."""
+        del frames
+
+    def map_ahead(self) -> None:
+        """Does nothing, as `expect`."""
+
     def step(self, segments: Sequence[Segment]) -> PagedStep:
         """The memory of a forward pass over these segments."""
         return PagedStep(self.pool, segments)

@@ -91,6 +91,14 @@ class VirtualKv:
         if left := self.manager.still_mapped(gone):
             raise MemoryMisuseError(f"frame {min(left)} is to go, but a request has it; end the request first")
 
+    def expect(self, frames: Sequence[int]) -> None:
+        """A sequence with these frames as its first blocks will probably be opened."""
+        self.manager.expect([FrameId(frame) for frame in frames])
+
+    def map_ahead(self) -> None:
+        """Map and unmap ahead of need, in the background (`VirtualTensorManager.map_ahead`)."""
+        self.manager.map_ahead()
+
     def step(self, segments: Sequence[Segment]) -> VirtualStep:
         """The memory of a forward pass over these segments."""
         rows = [_tensor(segment.sequence).row for segment in segments]

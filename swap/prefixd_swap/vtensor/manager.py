@@ -16,14 +16,14 @@ from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.number_runs import consecutive_runs, true_runs
 from prefixd_swap.vmem.base import FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable
+from prefixd_swap.vtensor.frame_lists import NO_FRAME, in_place, present
+from prefixd_swap.vtensor.mapping_ahead import MappingAhead
 from prefixd_swap.vtensor.physical_set import PhysicalSet
 from prefixd_swap.vtensor.virtual_set import Row, VirtualSet
 from prefixd_swap.vtensor.virtual_tensor import VirtualTensor
 
 if TYPE_CHECKING:
     import torch
-
-_NO_FRAME = FrameId(-1)
 
 
 @dataclass(slots=True)
@@ -92,6 +92,9 @@ class VirtualTensorManager:
         self._live: dict[int, VirtualTensor] = {}
         self._recorded: Counter[FrameId] = Counter()
         self._last: Future[None] | None = None  # the last mapping in the background
+        self._round: Future[None] | None = None  # work of `ahead` in the background
+        self.ahead = MappingAhead(self.virtual, table, self._is_waited_for)
+        """Maps and unmaps on idle rows, by `expect` and `map_ahead`."""
         self.neighbours: Sequence[VirtualTensorManager] = ()
         """All managers, this one included, that share the process's mappings and one `background`."""
 
@@ -120,11 +123,12 @@ class VirtualTensorManager:
         """
         if self.virtual.idle_count == 0:
             self.poll()
-        row = self.virtual.v_alloc(wanted, self.physical.is_free)
+        row = self.virtual.v_alloc(wanted, self.physical.is_free, self.ahead.expected_rows)
         if row is None:
             raise OutOfMemoryError(
                 f"all {len(self.virtual.rows)} virtual tensors are taken; end a request, or reserve for more requests"
             )
+        self.ahead.take(row.number)
         tensor = VirtualTensor(row, self.virtual.kv[row.number], self.geometry, self.virtual.frames_per_block)
         self._live[row.number] = tensor
         return tensor
@@ -148,7 +152,7 @@ class VirtualTensorManager:
                 f"{len(frames)} more blocks do not fit: {first} of {self.virtual.blocks} are mapped; "
                 "reserve virtual tensors for more tokens"
             )
-        self._retain_and_map(tensor, first, list(frames), _present(frames))
+        self._retain_and_map(tensor, first, list(frames), present(frames))
         tensor._frames.extend(frames)
 
     def grow(self, tensor: VirtualTensor, tokens: int) -> bool:
@@ -176,7 +180,7 @@ class VirtualTensorManager:
         frames = self.physical.p_alloc(len(slots), slots)
         if frames is None:
             return False
-        placed = iter(_in_place(slots, frames))
+        placed = iter(in_place(slots, frames))
         grown: list[tuple[VirtualTensor, int]] = []
         try:
             for tensor, count in lacking:
@@ -213,10 +217,26 @@ class VirtualTensorManager:
         if frames is None:
             return 0
         try:
-            self._run(row, first, _in_place(row.mapped[:stop], frames)[first:])
+            self._run(row, first, in_place(row.mapped[:stop], frames)[first:])
         finally:
             self.physical.release(reversed(frames))
         return stop - first
+
+    def expect(self, frames: Sequence[FrameId]) -> None:
+        """A request with `frames` as its first blocks will probably come: `map_ahead` maps them where its `create` will
+        look for them. Does nothing without `background`: the owner would wait for the mapping all the same."""
+        if self._background is not None:
+            self.ahead.expect(frames)
+
+    def map_ahead(self) -> None:
+        """Begin what may wait, in the background, when the device begins to compute (vAttention, 6.2): map what is
+        expected, and unmap idle rows (`MappingAhead`). Raises the error of the device in the background before."""
+        if self._background is None or not self.ahead.stale:
+            return
+        if self._round is None or self._round.done():
+            if self._round is not None:
+                self._round.result()
+            self._round = self._background.submit(self.ahead.work)
 
     def record(self, tensor: VirtualTensor, first: int, stop: int) -> Sequence[FrameId]:
         """Prefix Record: the frames of blocks [first, stop), which are full and are not written again.
@@ -258,9 +278,9 @@ class VirtualTensorManager:
         before, after = tensor._frames, list(frames)
         pairs = zip(before, after, strict=False)
         same = next((block for block, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(before), len(after)))
-        self._retain_and_map(tensor, same, after[same:], _present(after))
+        self._retain_and_map(tensor, same, after[same:], present(after))
         tensor._frames = after
-        self.physical.release(_present(before))
+        self.physical.release(present(before))
 
     def pass_by(self, tensor: VirtualTensor, blocks: int) -> None:
         """Give up the memory of the first `blocks` blocks, which a sliding window has left behind.
@@ -268,8 +288,8 @@ class VirtualTensorManager:
         Nothing reads or writes them any more. Their mappings stay, as after `release`.
         """
         passed = range(tensor._passed, min(blocks, len(tensor._frames)))
-        self.physical.release(_present(tensor._frames[passed.start : passed.stop]))
-        tensor._frames[passed.start : passed.stop] = [_NO_FRAME] * len(passed)
+        self.physical.release(present(tensor._frames[passed.start : passed.stop]))
+        tensor._frames[passed.start : passed.stop] = [NO_FRAME] * len(passed)
         tensor._passed = max(tensor._passed, passed.stop)
 
     def is_shared(self, tensor: VirtualTensor, block: int) -> bool:
@@ -336,6 +356,7 @@ class VirtualTensorManager:
             self._remove_live(tensor)
             self._give_back(tensor, 0)
             self.virtual.v_free(tensor._row)
+            self.ahead.stale = True
             if on_released is not None:
                 on_released()
 
@@ -377,6 +398,8 @@ class VirtualTensorManager:
         self._drain()
         if frames is None:
             return sum(self.virtual.unmap(*unused) for unused in self._unused(self.virtual.idle()))
+        frames = set(frames)
+        self.ahead.forget(frames)
         unmapped = 0
         idle = {row.number for row in self.virtual.idle()}
         for number, blocks in self.virtual.find(frames).items():
@@ -389,7 +412,7 @@ class VirtualTensorManager:
                 unmapped += self.virtual.unmap(row, int(behind[0]))
             # Of the blocks that a window has left behind, only these: a pass that still runs may read their neighbours.
             passed = [block for block in blocks.tolist() if block < len(tensor._frames)]
-            empty = [block for block in passed if tensor._frames[block] == _NO_FRAME]
+            empty = [block for block in passed if tensor._frames[block] == NO_FRAME]
             unmapped += sum(self.virtual.unmap(row, run.start, run.stop) for run in consecutive_runs(empty))
         return unmapped
 
@@ -422,13 +445,13 @@ class VirtualTensorManager:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless references, frames and mappings agree. Waits for mappings in the background."""
         self._drain()
-        referenced = [frame for tensor in self._live.values() for frame in _present(tensor._frames)]
+        referenced = [frame for tensor in self._live.values() for frame in present(tensor._frames)]
         referenced += self._recorded.elements()
         if not self.releasing_count:
             self.physical.check_integrity(referenced)
         for tensor in self._live.values():
             pairs = zip(tensor._row.mapped, tensor._frames, strict=False)
-            mapped = [at if frame != _NO_FRAME else _NO_FRAME for at, frame in pairs]
+            mapped = [at if frame != NO_FRAME else NO_FRAME for at, frame in pairs]
             if mapped != tensor._frames and not any(job.exception() for _, job in tensor._mapping):
                 raise IntegrityError(f"virtual tensor {tensor.row} has frames {tensor._frames}, but maps {mapped}")
         self.virtual.check_integrity()
@@ -482,7 +505,7 @@ class VirtualTensorManager:
         The last frame becomes free first, so `p_alloc` takes it first: the leading frames stay free the longest for the
         next request on this row, where they are still mapped.
         """
-        self.physical.release(reversed(_present(tensor._frames[first:])))
+        self.physical.release(reversed(present(tensor._frames[first:])))
         del tensor._frames[first:]
         tensor._passed = min(tensor._passed, first)
 
@@ -492,8 +515,8 @@ class VirtualTensorManager:
         unused = [(row, 0, self.virtual.blocks) for row in idle]
         for tensor in self._live.values():
             frames = tensor._frames
-            if tensor._passed or _NO_FRAME in frames:
-                unused += [(tensor._row, run.start, run.stop) for run in true_runs(np.array(frames) == _NO_FRAME)]
+            if tensor._passed or NO_FRAME in frames:
+                unused += [(tensor._row, run.start, run.stop) for run in true_runs(np.array(frames) == NO_FRAME)]
             unused.append((tensor._row, len(frames), self.virtual.blocks))
         return unused
 
@@ -506,26 +529,12 @@ class VirtualTensorManager:
             del self._live[tensor.row]
 
     def _drain(self) -> None:
-        """Wait for the last background mapping, and so for all of them."""
-        if self._last is not None:
-            self._last.exception()
+        """Wait for all that is done in the background."""
+        for job in (self._last, self._round):
+            if job is not None:
+                job.exception()
 
-
-def _present(frames: list[FrameId] | Sequence[FrameId]) -> Sequence[FrameId]:
-    """The frames without -1, which stands for a block without memory."""
-    return [frame for frame in frames if frame != _NO_FRAME] if _NO_FRAME in frames else frames
-
-
-def _in_place(mapped: Sequence[FrameId], frames: Sequence[FrameId]) -> list[FrameId]:
-    """`frames` in an order that keeps each one on its block if it is in `mapped`.
-
-    mapped [3, -1, 5], frames [5, 8, 3] -> [3, 8, 5]
-    """
-    left = set(frames)
-    kept = []
-    for frame in mapped:
-        stays = frame in left
-        left.discard(frame)
-        kept.append(frame if stays else _NO_FRAME)
-    others = (frame for frame in frames if frame in left)
-    return [frame if frame != _NO_FRAME else next(others) for frame in kept]
+    def _is_waited_for(self) -> bool:
+        """Whether a request's mapping is queued in the background thread."""
+        jobs = [manager._last for manager in self.neighbours or (self,)]
+        return any(job is not None and not job.done() for job in jobs)

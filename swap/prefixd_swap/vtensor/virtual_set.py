@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -161,25 +161,39 @@ class VirtualSet:
         """The rows without a request, the longest idle first."""
         return iter(self._idle.values())
 
+    def is_idle(self, row: Row) -> bool:
+        """Whether no request has the row."""
+        return row.number in self._idle
+
+    def make_newest(self, row: Row) -> None:
+        """Count an idle row as the one that became idle last."""
+        self._idle[row.number] = self._idle.pop(row.number)
+
     def next_row(
-        self, wanted: Sequence[FrameId] = (), is_free: Callable[[FrameId], bool] = lambda frame: False
+        self,
+        wanted: Sequence[FrameId] = (),
+        is_free: Callable[[FrameId], bool] = lambda frame: False,
+        spared: Container[int] = (),
     ) -> Row | None:
         """The idle row that `v_alloc` takes; None if all are in use.
 
         It is the row with the most leading frames of `wanted` mapped. Ties go to the row with the most leading free
-        frames, then to a row with nothing mapped, then to the longest idle.
+        frames, then to a row that is not `spared`, then to one with nothing mapped, then to the longest idle.
         """
 
-        def worth(row: Row) -> tuple[int, int, bool]:
-            return row.common(wanted), row.leading(is_free), not row.mapped_blocks
+        def worth(row: Row) -> tuple[int, int, bool, bool]:
+            return row.common(wanted), row.leading(is_free), row.number not in spared, not row.mapped_blocks
 
         return max(self._idle.values(), key=worth, default=None)
 
     def v_alloc(
-        self, wanted: Sequence[FrameId] = (), is_free: Callable[[FrameId], bool] = lambda frame: False
+        self,
+        wanted: Sequence[FrameId] = (),
+        is_free: Callable[[FrameId], bool] = lambda frame: False,
+        spared: Container[int] = (),
     ) -> Row | None:
         """Take the row of `next_row`; None if all are in use."""
-        row = self.next_row(wanted, is_free)
+        row = self.next_row(wanted, is_free, spared)
         if row is not None:
             del self._idle[row.number]
         return row

@@ -179,6 +179,8 @@ class DispatchWindow:
             await self._prefetcher.unstage_all_but(request)
             self._supply.note_lack(request)
             return False
+        if request.state is RequestState.READY and not may_run:
+            self._hand_over.expect(request)
         current.coming = current.coming or (demanded and request.state is RequestState.STAGING)
         handed_over = request.state is RequestState.RUNNING
         if handed_over:

@@ -26,20 +26,21 @@ SUITES = {
             *HERE.glob("test_vmem_*.py"),
             *HERE.glob("test_vtensor_*.py"),
             HERE / "test_frames.py",
+            HERE / "test_mapping_ahead.py",
             HERE / "copies",
             HERE / "vtensor/test_vattention.py",
             TESTS / "integrations/engine/test_block_transfers_on_cuda.py",
         ],
-        265,
+        281,
     ),
     "worker and server": (
         [
-            *(TESTS / f"worker/test_{name}_on_cuda.py" for name in ("attention", "engine", "windows")),
+            *(TESTS / f"worker/test_{name}_on_cuda.py" for name in ("attention", "engine", "steps", "windows")),
             TESTS / "worker/memory/test_shared_frames.py",
             TESTS / "cache/test_tiers_on_cuda.py",
             TESTS / "server/test_generate_on_cuda.py",
         ],
-        38,
+        42,
     ),
 }
 

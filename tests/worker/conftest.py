@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,7 @@ class Rig:
         kv: str = "virtual",
         requests: int = 80,
         ahead: bool = False,
+        background: Executor | None = None,
     ) -> None:
         self.model = model = with_kv(model, kv)
         self.block_tokens = model.spec.block_tokens
@@ -121,7 +123,9 @@ class Rig:
         self.memory = create_memory(device, model.spec.groups.chunk_bytes)
         self.pool = FramePool(self.memory, model.spec.groups.frame_bytes, frames)
         self.tier = PagedGpuTier(self.pool) if model.spec.groups.whole_pages else GpuTier(self.pool)
-        self.kv = make_kv(model.spec, self.memory, self.pool.table, requests=requests, frames=frames)
+        self.kv = make_kv(
+            model.spec, self.memory, self.pool.table, requests=requests, frames=frames, background=background
+        )
         self.managers = managers_of(self.kv)
         self.manager = self.managers[0] if self.managers else None
         draft = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.placement.retention import Retention
 from prefixd.serving.request.states import RequestState
-from prefixd.worker_protocol.protocol import Start, Step, Update
+from prefixd.worker_protocol.protocol import Expect, Start, Step, Update
 from prefixd_scheduler import Distance, QueueFullError
 from tests.serving.bench import Bench, Events, Expected, MakeBench
 from tests.waiting import until
@@ -149,6 +150,23 @@ async def test_the_look_ahead_brings_up_what_there_are_frames_for(make_bench: Ma
     assert [request.queued.weight for request in waiting] == [3.0] * 4
     await bench.finish(busy, *waiting)
     assert [request.hit_tokens for request in waiting] == [[0, 16, 0, 0]] * 4
+
+
+async def test_a_worker_that_maps_ahead_is_told_once_what_the_next_request_will_want(make_bench: MakeBench) -> None:
+    bench = await make_bench(32, max_running=1)
+    bench.kv = replace(bench.kv, mapped_ahead=True)
+    await bench.cached(WARM)
+    busy = bench.submit(range(5), max_tokens=4)
+    await bench.running(busy)
+    waiting = bench.submit(WARM)
+    await until(lambda: waiting.state is READY)
+    for _ in range(2):
+        await bench.quiet()
+        bench.step()
+    told = [message.frames for message in bench.sent if isinstance(message, Expect)]
+    await bench.finish(busy, waiting)
+    starts = {message.id: message.frames for message in bench.sent if isinstance(message, Start)}
+    assert told == [starts[waiting.id][:4]]
 
 
 async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_bench: MakeBench) -> None:

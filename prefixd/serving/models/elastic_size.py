@@ -11,16 +11,19 @@ giving back     until 5/4 of the reserve are free  |  only when idle
 
 - **For requests**: frames without which the next requests cannot run. **To keep cached blocks**: instead of evicting
   them. That leaves 5/4 of the reserve, so a small change of the free memory does not take back what was just given.
-- **Giving back** below the reserve: all that lacks, and a quarter of what no request has, if its own requests lack
-  nothing; else a part of what lacks, by the tier's part of what is taken. No request begins on these frames; requests
-  that run keep theirs until they end. Who grew within `HOLD_S` waits with it.
+- **Giving back**, from when the reserve is broken: all that lacks, and a quarter of what no request has, if the tier's
+  own requests lack nothing or it is the *larger* one, with half of what is taken; else a part, by its share of what is
+  taken. No request begins on these frames; requests that run keep theirs until they end.
+- **Pauses**: who grew within `HOLD_S` does not give back, as its requests are about to begin. The larger one that gave
+  back does not grow for as long, so the others do first, and takes from the reserve more seldom. If nobody gave back
+  what a process took from the reserve, it tries again later and later.
+- **A process that can run nothing** may take half of a broken reserve. It keeps what it has for `_STARVED_S`, then all
+  goes back but its least: of two that wait for each other's memory one gets it.
 - **Idle**, with no request for `idle_s` seconds, a tier has its least.
 
-Where two processes have more requests than memory, both grow by the same steps and give back in proportion to their
-sizes (additive increase, multiplicative decrease: Chiu and Jain, 1989). Their sizes wander, none keeps all of it, and
-over minutes each has about half (simulated in `tests/serving/models/test_elastic_size.py`). If nobody gave back what a
-process took from the reserve, it tries again later and later. If none of its requests can run meanwhile, it gives all
-back but its least: of two processes that wait for each other's memory one gets it.
+So where two processes have more requests than memory, each gets about half, and where three or four do, none keeps it
+all: `tests/serving/models/test_elastic_size.py` simulates them. Growing by steps and giving back in proportion is what
+makes shares equal (additive increase, multiplicative decrease: Chiu and Jain, 1989).
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ import math
 from dataclasses import dataclass, replace
 
 HOLD_S = 1.0
+_STARVED_S = 4.0
+_PAUSE_S = 2.0
 _MOST_WAIT_S = 16.0
 _STEPS = 32
 _SPARE_SHARE = 4
@@ -48,7 +53,7 @@ class Why(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the settings say, in frames.
+    """The settings, in frames.
 
     Attributes:
         least: an idle tier has so many.
@@ -94,6 +99,11 @@ class Load:
     free: int
     taken: int
     busy: bool
+
+    @property
+    def larger(self) -> bool:
+        """Whether the tier has half of what is taken, or more."""
+        return 2 * self.size >= self.taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +154,15 @@ class ElasticSize:
         if frames := self._growth(now_s, load):
             self._grown_s = now_s
             self._used_reserve = load.free - frames < bounds.reserve
+            if self._used_reserve and load.larger and load.held:
+                self._next_use_s = now_s + _PAUSE_S
             return Decision(size + frames, Why.REQUESTS if load.required > size else Why.CACHE)
         idle = max(bounds.least, load.held)
         if idle < size and now_s - self._busy_s >= bounds.idle_s:
             return Decision(idle, Why.IDLE)
-        if self._giving_back and size > bounds.least and now_s - self._grown_s >= HOLD_S:
+        starved = load.required > size and not load.held
+        hold_s = _STARVED_S if starved and not load.larger else HOLD_S
+        if self._giving_back and size > bounds.least and now_s - self._grown_s >= hold_s:
             return Decision(self._given_back(now_s, load), Why.RESERVE)
         return Decision(size)
 
@@ -160,7 +174,8 @@ class ElasticSize:
         frames = min(max(wanted, size + bounds.step), bounds.most) - size
         frames = max(0, min(frames, load.free - bounds.comfort))
         needed = min(load.required, bounds.most) - size
-        if frames < needed and now_s >= self._next_use_s and (load.free >= bounds.reserve or not load.held):
+        may_use = not load.held or load.free >= bounds.reserve
+        if frames < needed and now_s >= self._next_use_s and may_use:
             at_once = max(1, bounds.reserve // 4) if load.held else bounds.reserve
             frames = max(frames, min(needed, frames + at_once, load.free - bounds.reserve // 2))
         return frames
@@ -170,13 +185,15 @@ class ElasticSize:
         in_vain, self._used_reserve = self._used_reserve, False
         if in_vain:
             self._back_off(now_s)
+        if load.larger:
+            self._refused_s = now_s  # the others grow first
         frames = self.bounds.comfort - load.free
         if load.required <= size:
             frames = max(frames, (size - max(least, load.held)) // _SPARE_SHARE)
         elif in_vain and not load.held:
             frames = size
-        else:
-            frames = math.ceil(frames * min(1.0, size / max(1, load.taken)))
+        elif not load.larger:
+            frames = math.ceil(frames * size / load.taken)
         return max(least, size - frames)
 
     def _back_off(self, now_s: float) -> None:

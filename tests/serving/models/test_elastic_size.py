@@ -188,7 +188,7 @@ def test_memory_goes_to_whoever_has_requests() -> None:
 
 
 @pytest.mark.parametrize("job_s", [2.0, 8.0])
-def test_of_two_with_more_requests_than_memory_none_keeps_it_all(job_s: float) -> None:
+def test_two_with_more_requests_than_memory_have_half_each(job_s: float) -> None:
     _, a, b = two(400, least=20, most=380, reserve=32)
     a.job_s = b.job_s = job_s
     a.places = 100
@@ -200,8 +200,17 @@ def test_of_two_with_more_requests_than_memory_none_keeps_it_all(job_s: float) -
     for _ in range(120):
         now_s = run([a, b], now_s, 1.0, seed=round(now_s))
         shares.append(a.frames / (a.frames + b.frames))
-    assert 0.3 < sum(shares) / len(shares) < 0.7
-    assert min(a.done - done[0], b.done - done[1]) > max(a.done - done[0], b.done - done[1]) / 3
+    assert 0.4 < sum(shares) / len(shares) < 0.6
+    assert min(a.done - done[0], b.done - done[1]) > max(a.done - done[0], b.done - done[1]) * 2 / 3
+
+
+def test_of_four_beside_the_weights_of_models_none_is_left_out() -> None:
+    device, *_ = two(500, least=10, most=380, reserve=32)
+    device.taken = {**dict.fromkeys("abcd", 10), "weights": 100}
+    bounds = Bounds(10, 380, 32, idle_s=3.0)
+    four = [Daemon(name, device, ElasticSize(bounds, 0.0), places=100) for name in "abcd"]
+    run(four, 0.0, 120.0)
+    assert min(each.done for each in four) > max(each.done for each in four) / 2
 
 
 def test_two_whose_next_requests_both_need_most_of_the_device_run_one_after_the_other() -> None:

@@ -200,6 +200,28 @@ def test_prompts_in_a_graph_come_to_the_logits_of_a_pass_without_it(make: Make) 
 
 
 @pytest.mark.cuda_graphs
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_operators_come_to_the_logits_of_the_models_own(make: Make, dtype: str) -> None:
+    """Compiled for the device; in passes of several sizes, and in a graph, which holds what is compiled by then."""
+    rig = make(dtype, frames=40)
+    tokens, cuts = random_tokens(1, 100), [1, 2, 40, 41]
+    expected = rig.logits(rig.tensor(rig.frames(rig.blocks(100))), tokens, cuts=cuts).float()
+    rig.model.rewrite("fused")
+    try:
+        assert rig.model.operators[:2] == ("fused", "")
+        tensor = rig.tensor(rig.frames(rig.blocks(101)))
+        assert_near(rig.logits(tensor, tokens, cuts=cuts), expected, dtype)
+        if dtype == "bfloat16":
+            last = rig.forward([3], [Segment(tensor, 100, 101)], [0]).float()
+            graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 2, pytest.fail)
+            for _ in range(2):
+                assert_near(graphs.run([3], [tensor.row], [100]), last, dtype)
+            assert graphs.replays == 1
+    finally:
+        rig.model.rewrite("model")
+
+
+@pytest.mark.cuda_graphs
 def test_a_mixture_of_experts_comes_to_its_logits_with_graphs_or_goes_on_without(
     rig_type: type, tmp_path: Path
 ) -> None:

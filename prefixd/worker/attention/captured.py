@@ -163,7 +163,8 @@ class CapturedPasses:
         self._note = note
         self._results = results
         self._logits: torch.Tensor | None = None
-        self._captured: dict[tuple[int, int], Replay] = {}
+        # A graph reads the step's tensors, so the step lives as long.
+        self._captured: dict[tuple[int, int], tuple[CapturedStep, Replay]] = {}
 
     @property
     def captured(self) -> list[tuple[int, int]]:
@@ -175,16 +176,16 @@ class CapturedPasses:
 
         Replays the graph of `key`, or computes `step` and captures it. The result is valid until the next call.
         """
-        replay = self._captured.get(key)
-        if replay is not None:
+        found = self._captured.get(key)
+        if found is not None:
             self.replays += 1
-            return replay()
+            return found[1]()
         made = step()
         logits = self._compute(made)
         if self.usable and not self.full:
-            captured = self._captured_like(logits, made, size)
-            if captured is not None:
-                self._captured[key] = captured
+            replay = self._captured_like(logits, made, size)
+            if replay is not None:
+                self._captured[key] = made, replay
         return logits
 
     def _captured_like(self, expected: torch.Tensor, step: CapturedStep, size: int) -> Replay | None:

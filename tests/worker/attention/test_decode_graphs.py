@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import weakref
 
 import pytest
 import torch
 
 from benchmarks.engines.varlen_reference import varlen_reference
-from prefixd.worker.attention.captured import CapturedStep
+from prefixd.worker.attention.captured import CapturedStep, Span
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.pass_graphs import PassGraphs
+from prefixd.worker.attention.prompt_graphs import PromptGraphs
 from prefixd.worker.load_graphs import capture
 from prefixd.worker.readiness import Readiness
 
@@ -123,6 +126,27 @@ def test_a_model_that_graphs_do_not_fit_is_computed_without_them(rig_with, promp
     assert rig.generate(prompt, temperature=0.8) == expected
     assert len(said) == 1 and re.search(reason, said[0])
     assert (graphs.replays, graphs.captured_sizes, graphs.fits(1)) == (0, [], False)
+
+
+def test_what_a_graph_reads_lives_as_long_as_the_graph():
+    """A replay holds no tensor: the allocator would give its memory to others."""
+    steps: list[weakref.ref[CapturedStep]] = []
+
+    def compute(step: CapturedStep) -> torch.Tensor:
+        steps.append(weakref.ref(step))
+        return torch.ones(len(step.wanted), 4)
+
+    def capture_nothing(compute):
+        result = compute()
+        return lambda: result
+
+    kv = torch.zeros((4, 48, 1, 2, 2, 16))
+    graphs = DecodeGraphs(kv, compute, 4, pytest.fail, capture=capture_nothing)
+    prompts = PromptGraphs(kv, compute, pytest.fail, capture_nothing)
+    graphs.run([1, 2], [0, 1], [3, 4])
+    prompts.run([1, 2, 3], [Span(0, 0, 3)], [])
+    gc.collect()
+    assert len({id(step()) for step in steps}) == 2 and all(step() is not None for step in steps)
 
 
 def test_without_memory_for_a_graph_those_that_there_are_stay(rig_with, prompt):

@@ -1,7 +1,7 @@
 """KV in blocks anywhere in one pool, found through block tables: the design of PagedAttention, as a baseline.
 
 A sequence is a list of pages, each of one frame or of several side by side (`frame_window.Pages`). A kernel for block
-tables reads through them (`varlen_attn`, on a GPU). For any other kernel `read` copies the blocks of a sequence
+tables reads through them (`extent_attention`, on a GPU). For any other kernel `read` copies the blocks of a sequence
 together, in every layer of every step.
 """
 
@@ -14,29 +14,13 @@ from typing import cast
 import numpy as np
 import torch
 
-from prefixd.worker.memory.frame_window import NO_PAGE, FrameWindow
+from prefixd.worker.memory.block_table import BlockTable, Extents
+from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans, cut_at_chunks
 from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.protocol import KvUsage, StateFrames
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.group_shape import KvGeometry
-
-
-class BlockTable:
-    """The pages of one sequence, block by block; -1 where it has none."""
-
-    def __init__(self, pages: Sequence[int]) -> None:
-        self.pages = list(pages)
-
-    @property
-    def frames(self) -> list[int]:
-        """The first frame of each page."""
-        return self.pages
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks have memory, or had it."""
-        return len(self.pages)
 
 
 class PagedKv:
@@ -70,7 +54,7 @@ class PagedKv:
                 f"{len(frames)} more blocks do not fit: {table.blocks} of {self._max_blocks} are taken"
             )
         self.pages.add(frames)
-        table.pages += frames
+        table.append(frames)
 
     def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
         """Give a sequence, which no pass uses now, these frames in place of those it has."""
@@ -83,7 +67,7 @@ class PagedKv:
         while first < stop:
             end = (first // block + 1) * block
             offsets = slice(first % block, block)
-            from_page, to_page = (_table(sequence).pages[first // block] for sequence in (source, target))
+            from_page, to_page = (int(_table(sequence).pages[first // block]) for sequence in (source, target))
             self.pool[to_page, offsets].copy_(self.pool[from_page, offsets])
             self._copied += 1
             first = end
@@ -95,8 +79,7 @@ class PagedKv:
     def give_up(self, sequence: KvSequence, frames: int) -> None:
         """Give up the first `frames` pages of a sequence; nothing reads or writes them any more."""
         table = _table(sequence)
-        self.pages.remove(table.pages[:frames])
-        table.pages[:frames] = [NO_PAGE] * frames
+        self.pages.remove(table.give_up(frames))
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:
         """True: nothing is mapped in the background."""
@@ -130,7 +113,9 @@ class PagedKv:
 
     def step(self, segments: Sequence[Segment]) -> PagedStep:
         """The memory of a forward pass over these segments."""
-        return PagedStep(self.pool, segments)
+        page, token = self.pool.stride()[:2]
+        joined = page * self.pages.width == self._geometry.block_tokens * token
+        return PagedStep(self.pool, segments, self.pages.width if joined else None)
 
     def usage(self) -> KvUsage:
         """What is shared now, and what was done since the start. Nothing is mapped for a request."""
@@ -141,8 +126,8 @@ class PagedKv:
         self.pages.window.end()
 
     def _let_go(self, table: BlockTable) -> None:
-        self.pages.remove(table.pages)
-        table.pages = []
+        self.pages.remove(table.give_up(table.blocks))
+        table.clear()
 
     def _view(self) -> torch.Tensor:
         """``[pages, block_tokens, layers, 2, kv_heads, head_dim]``, whatever the layout; a page for every frame that
@@ -160,20 +145,25 @@ class PagedKv:
 
 
 class PagedStep:
-    """A pass over block tables. pool: ``[pages, block_tokens, layers, 2, kv_heads, head_dim]``."""
+    """A pass over block tables.
 
-    def __init__(self, pool: torch.Tensor, segments: Sequence[Segment]) -> None:
+    pool: ``[pages, block_tokens, layers, 2, kv_heads, head_dim]``.
+    width: frames of a page, where the tokens of adjacent pages follow each other at one distance; else None.
+    """
+
+    def __init__(self, pool: torch.Tensor, segments: Sequence[Segment], width: int | None = None) -> None:
         self.segments = tuple(segments)
         self._pool = pool
+        self._width = width
         self._block = pool.shape[1]
         tokens = [np.arange(segment.start, segment.stop) for segment in segments]
         pages = []
         for segment, own in zip(segments, tokens, strict=True):
             first = segment.start // self._block
             written = _table(segment.sequence).pages[first : -(-segment.stop // self._block)]
-            pages.append(np.array(written, np.int64)[own // self._block - first])
+            pages.append(written[own // self._block - first])
         places = np.stack([np.concatenate(pages), np.concatenate(tokens) % self._block])
-        self._pages, self._offsets = torch.from_numpy(places).to(pool.device)
+        self._pages, self._offsets = to_device(places, torch.int64, pool.device)
         self._blocks: dict[Spans, list[torch.Tensor]] = {}
 
     def write(self, layer: int, pairs: torch.Tensor) -> None:
@@ -185,7 +175,7 @@ class PagedStep:
         part = self.segments[segment]
         if part.stop < end:
             first = part.stop % self._block
-            page = _table(part.sequence).pages[part.stop // self._block]
+            page = int(_table(part.sequence).pages[part.stop // self._block])
             self._pool[page, first : first + end - part.stop].zero_()
 
     def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -209,23 +199,29 @@ class PagedStep:
         for _, chunk, part in cut_at_chunks(self.segments, tokens):
             pages = _table(part.sequence).pages[chunk // self._block : (chunk + tokens) // self._block]
             segments.append(replace(part, sequence=BlockTable(pages)))
-        return PagedStep(self._pool, segments)
+        return PagedStep(self._pool, segments, self._width)
 
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
         """The pool, and every sequence's block table, with zeros in place of missing pages."""
         tables = [_table(segment.sequence).pages for segment in self.segments]
         width = max(map(len, tables))
+        filled = np.zeros((len(tables), width), np.int32)
+        for row, table in zip(filled, tables, strict=True):
+            np.maximum(table, 0, out=row[: len(table)])
         device, pool = self._pool.device, self._pool
+        lengths = [part.stop for part in self.segments]
         return lambda layer: (pool[:, :, layer, 0], pool[:, :, layer, 1]), {
             "cu_seq_k": None,
-            "max_k": width * self._block,
-            "seqused_k": to_device([part.stop for part in self.segments], torch.int32, device),
-            "block_table": to_device(
-                [[*(max(page, 0) for page in table), *[0] * (width - len(table))] for table in tables],
-                torch.int32,
-                device,
-            ),
+            "max_k": max(lengths),
+            "seqused_k": to_device(lengths, torch.int32, device),
+            "block_table": to_device(filled, torch.int32, device),
         }
+
+    def extents(self) -> list[Extents] | None:
+        """Each segment's runs of adjacent pages; None where adjacent pages are not one run of tokens."""
+        if self._width is None:
+            return None
+        return [_table(segment.sequence).extents(self._width) for segment in self.segments]
 
 
 def _table(sequence: KvSequence) -> BlockTable:

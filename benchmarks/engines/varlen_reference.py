@@ -1,8 +1,8 @@
 """Variable-length attention by its definition, for machines without the GPU kernel.
 
 It takes what `torch.nn.attention.varlen.varlen_attn` takes and reads what that may read: keys up to `seqused_k` of each
-sequence and none behind, from rows of a fixed stride or through a block table; with a window none before the
-`READ_BLOCK` of the first key that is seen. It refuses what the kernel would refuse.
+sequence and none behind; with a window none before the `READ_BLOCK` of the first key that is seen. It
+refuses what the kernel would refuse.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def varlen_reference(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
+    cu_seq_k: torch.Tensor,
     max_q: int,
     max_k: int,
     *,
@@ -28,7 +28,6 @@ def varlen_reference(
     window_size: tuple[int, int],
     enable_gqa: bool,
     seqused_k: torch.Tensor,
-    block_table: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """``[tokens, heads, head_dim]``: causal attention, each sequence's last query seeing all of its keys.
@@ -42,11 +41,11 @@ def varlen_reference(
         raise ValueError(f"this stands in for causal attention, or none masked, not for the window {window_size}")
     if not enable_gqa and query.shape[1] != key.shape[-2]:
         raise ValueError(f"{query.shape[1]} query heads, {key.shape[-2]} KV heads, and enable_gqa is off")
-    lengths = [cu_seq_q, seqused_k] + ([] if cu_seq_k is None else [cu_seq_k])
+    lengths = [cu_seq_q, seqused_k, cu_seq_k]
     if any(tensor.dtype != torch.int32 for tensor in lengths) or key.stride(-1) != 1 or query.stride(-1) != 1:
         raise ValueError("lengths must be int32 and heads contiguous")
     sequences = len(cu_seq_q) - 1
-    if len(seqused_k) != sequences or (block_table is None and (cu_seq_k is None or len(cu_seq_k) != sequences + 1)):
+    if len(seqused_k) != sequences or len(cu_seq_k) != sequences + 1:
         raise ValueError(f"{sequences} sequences, but {len(seqused_k)} lengths")
     output = torch.empty_like(query)
     lse = torch.full((query.shape[1], query.shape[0]), torch.inf, dtype=query.dtype)
@@ -55,12 +54,8 @@ def varlen_reference(
         used = int(seqused_k[index])
         if last - first > max_q or used > max_k:
             raise ValueError(f"sequence {index} has {last - first} queries and {used} keys, over {max_q} and {max_k}")
-        if block_table is None:
-            start = int(cu_seq_k[index])  # type: ignore[index]
-            keys, values = key[start : start + used], value[start : start + used]
-        else:
-            blocks = block_table[index, : -(-used // key.shape[1])]
-            keys, values = (pool.index_select(0, blocks).flatten(0, 1)[:used] for pool in (key, value))
+        start = int(cu_seq_k[index])
+        keys, values = key[start : start + used], value[start : start + used]
         before = used if window_size[0] < 0 else window_size[0]
         start = max(0, used - (last - first) - before) // READ_BLOCK * READ_BLOCK
         if not used:

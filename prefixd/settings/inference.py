@@ -91,10 +91,13 @@ class WorkerSettings(Section):
     kv: Literal["virtual", "paged"] = "virtual"
     """How the worker addresses a request's KV: in contiguous addresses to which its blocks are mapped (virtual;
     vTensor, vAttention), or in blocks through a block table (paged; PagedAttention), a baseline to measure against."""
-    attention: Literal["auto", "plain", "split"] = "auto"
-    """The kernels that compute attention on CUDA. auto: for each step what was measured to be fastest on this kind of
-    device. plain: torch's flash attention in one call for the whole step. split: prefixes of prompts from 2,048 tokens
-    on always in 8 pieces, which are merged. The last two are for comparison."""
+    attention: Literal["auto", "plain", "split", "triton", "extents", "flex"] = "auto"
+    """The kernels that compute attention on CUDA. auto: torch's flash attention, in each step in the calls that were
+    measured to be fastest on this kind of device; for models with soft caps, sinks or images that attend both ways, and
+    for kv = "paged", a kernel in Triton. The others are for comparison. plain: flash attention in one call for the
+    whole step. split: prefixes of prompts from 2,048 tokens on always in 8 pieces, which are merged. triton: the kernel
+    in Triton for every model. extents: the same, reading adjacent blocks as one; with kv = "paged" and layout =
+    "token". flex: FlexAttention."""
     attention_costs: AbsolutePath | None = None
     """The file by which attention = "auto" chooses, as benchmarks.gpu writes it beside its result. Without one:
     figures of an H100 or H200 that come with prefixd."""
@@ -179,6 +182,16 @@ class WorkerSettings(Section):
     def _check_models(self) -> Self:
         if self.embedded and self.model is not None:
             raise ValueError(f"worker.embedded and worker.model = {self.model} are both set; keep one of them")
+        if self.attention == "extents" and (self.kv, self.layout) != ("paged", "token"):
+            raise ValueError(
+                f'worker.attention = "extents" needs worker.kv = "paged" and worker.layout = "token", not "{self.kv}" '
+                f'and "{self.layout}"; with virtual tensors it is "triton"'
+            )
+        if self.kv == "paged" and self.attention in ("plain", "split", "flex"):
+            raise ValueError(
+                f'worker.attention = "{self.attention}" reads virtual tensors alone, and worker.kv is "paged"; set one '
+                "of them to its default"
+            )
         if self.attention_costs is not None and self.attention != "auto":
             raise ValueError(
                 f'worker.attention_costs = {self.attention_costs} is for worker.attention = "auto", not '

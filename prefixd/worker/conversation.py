@@ -69,7 +69,8 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         spec = replace(spec, groups=spec.groups.in_frames(message.frame_bytes, memory.chunk_bytes))
         wanted = settings.operators
         operators: Operators = ("fused" if spec.device.type == "cuda" else "model") if wanted == "auto" else wanted
-        model = load_model(spec, paged=settings.kv == "paged", operators=operators)
+        notes: list[str] = []
+        model = load_model(spec, paged=settings.kv == "paged", operators=operators, note=notes.append)
         draft_model = None if spec.draft is None else load_model(spec.draft, operators=operators)
         frames = SharedFrames(memory, chunks_per_frame(spec.groups.frame_bytes, memory.chunk_bytes), message)
         with _mapping_thread(model) as background:
@@ -82,6 +83,8 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
                 background=background,
             )
             readiness = Readiness(connection.send)
+            for line in notes:
+                readiness.note(line)
             readiness.change(operators=model.operators.operators, operators_reason=model.operators.reason)
             graphs = load_graphs(settings, spec, model, kv, readiness, clock)
             draft: Draft | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -256,12 +256,19 @@ class CausalModel:
         return [(7 * index + 3) % self.spec.vocab_size for index in range(count)], count // 2
 
 
-def load_model(spec: ModelSpec, *, paged: bool = False, operators: Operators = "model") -> CausalModel:
+def load_model(
+    spec: ModelSpec,
+    *,
+    paged: bool = False,
+    operators: Operators = "model",
+    note: Callable[[str], None] = lambda line: None,
+) -> CausalModel:
     """Load the weights onto the device and check them; `paged` if its KV is in block tables. Raises ModelError.
 
     operators: how far the layers are rewritten, if that does not change the logits.
+    note: gets lines for the log.
     """
-    attention = choose_attention(spec, paged=paged)
+    attention = choose_attention(spec, paged=paged, note=note)
     register_attention()
     try:
         with warnings.catch_warnings():

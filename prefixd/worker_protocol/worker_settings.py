@@ -60,7 +60,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_graphs: bool = True
     cuda_graphs_seconds: NotNegative = 20
     operators: Literal["auto", "model", "merged", "fused"] = "auto"
-    attention: Literal["auto", "plain", "split"] = "auto"
+    attention: Literal["auto", "plain", "split", "triton", "extents", "flex"] = "auto"
     attention_costs: str = ""
     kv: Literal["virtual", "paged"] = "virtual"
     groups: Literal["by_rule", "one"] = "by_rule"

@@ -252,6 +252,14 @@ def test_tenants_are_guaranteed_what_an_idle_tier_has(tmp_path: Path) -> None:
             {"worker.embedded": True, "worker.attention": "split", "worker.attention_costs": "/costs.json"},
             ["worker.attention_costs = /costs.json", 'worker.attention = "auto", not "split"'],
         ),
+        (
+            {"worker.embedded": True, "worker.attention": "extents", "worker.kv": "paged", "worker.layout": "layer"},
+            ['worker.attention = "extents"', 'not "paged" and "layer"', "triton"],
+        ),
+        (
+            {"worker.embedded": True, "worker.attention": "split", "worker.kv": "paged"},
+            ['worker.attention = "split"', 'worker.kv is "paged"'],
+        ),
         ({"worker.draft_tokens": 65}, ["worker.draft_tokens = '65'", "64"]),
         ({"cpu.byte": 1}, ["no setting cpu.byte", "did you mean cpu.bytes?"]),
         ({"cpu": 1}, ["cpu is a section", "cpu.bytes"]),

@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import Cache
 
+from benchmarks.engines.extent_reference import extent_reference
 from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker.attention.attention import (
     ATTENTION_NAME,
@@ -23,6 +24,7 @@ from prefixd.worker.attention.attention import (
     register_attention,
 )
 from prefixd.worker.attention.chunked_attention import ChunkedAttention
+from prefixd.worker.attention.extent_attention import ExtentAttention
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention
 from prefixd.worker.attention.tile_attention import TileAttention
@@ -173,9 +175,13 @@ CUTS = [[20, 61], [16, 17], [3, 48]]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("way", ["tiles", "flash", "flex"])
+@pytest.mark.parametrize("way", ["tiles", "flash", "extents", "flex"])
 def test_three_requests_in_one_row_match_the_models_own_attention(model: Any, way: str) -> None:
-    backends = {"flash": FlashAttention(varlen_reference), "flex": FlexAttention(BLOCK, compiled=False)}
+    backends = {
+        "flash": FlashAttention(varlen_reference),
+        "extents": ExtentAttention(extent_reference),
+        "flex": FlexAttention(BLOCK, compiled=False),
+    }
     tokens = prompts()
     theirs = [own_logits(model, prompt) for prompt in tokens]
     if way == "flash" and model.config.model_type in ("gemma2", "gpt_oss"):
@@ -302,13 +308,15 @@ def test_what_a_backend_cannot_do_is_refused() -> None:
     )
     window = AttentionKind(window=16)
     flash, flex = FlashAttention(varlen_reference), FlexAttention(BLOCK, compiled=False)
+    extents = ExtentAttention(extent_reference)
     assert refusal(flash, [AttentionKind(), window]) is None
     assert "has layers with attention sinks, which FlashAttention cannot compute" in str(
         refusal(flash, [window, sinks])
     )
     assert "scores capped at 50.0" in str(refusal(flash, [capped]))
     assert refusal(flex, [window, sinks, capped]) is None
-    for backend in (flash, flex):
+    assert refusal(extents, [window, sinks, capped, AttentionKind(both_ways=True)]) is None
+    for backend in (flash, flex, extents):
         assert "set worker.device to cpu" in str(refusal(backend, [expanded]))
     assert refusal(TileAttention(BLOCK, torch.float32), [window, sinks, capped, expanded]) is None
     chunked, chunks = ChunkedAttention(flash), AttentionKind(chunk=32)

@@ -55,18 +55,14 @@ class ExtentAttention:
         return "it reads keys and values from memory alone; set worker.device to cpu" if kind.expanded else None
 
 
-def check_shape(block_tokens: int, group: int) -> None:
-    """Raise ModelError for blocks or heads that the kernel does not take."""
+def why_not_shape(block_tokens: int, group: int) -> str | None:
+    """Why the kernel does not take blocks of so many tokens, or `group` query heads a KV head; None if it does."""
     if block_tokens % _SMALLEST_BLOCK:
-        raise ModelError(
-            f"the kernel for block tables reads multiples of {_SMALLEST_BLOCK} tokens, and a block has {block_tokens}; "
-            'set worker.block_tokens to a multiple of it, or worker.kv to "virtual"'
+        return (
+            f"it reads multiples of {_SMALLEST_BLOCK} tokens, and a block has {block_tokens} (worker.block_tokens asks "
+            "for them)"
         )
-    if group > _MOST_GROUP:
-        raise ModelError(
-            f"the kernel for block tables takes up to {_MOST_GROUP} query heads a KV head, not {group}; set worker.kv "
-            'to "virtual"'
-        )
+    return f"it takes up to {_MOST_GROUP} query heads a KV head, not {group}" if group > _MOST_GROUP else None
 
 
 class ExtentStep:

@@ -1,19 +1,17 @@
 """Attention on a GPU by torch's flash attention: one call a layer whatever is in the batch, or a few by a plan.
 
-All sequences lie in one tensor: virtual tensors at a fixed stride (vAttention, section 5.2.3), blocks through a block
-table (PagedAttention). `seqused_k` has the length of each sequence, so one call computes prompts and decoding requests,
-and nothing behind the last token is read. Several calls are faster where a prompt has a long prefix (`pass_plan`).
+All sequences lie in one tensor at a fixed stride (vAttention, section 5.2.3). `seqused_k` has the length of each, so
+one call computes prompts and decoding requests, and nothing behind the last token is read. Several calls are faster
+where a prompt has a long prefix (`pass_plan`).
 
 The kernel computes windows itself. It reads keys in blocks that begin at multiples of at most `READ_BLOCK` tokens, and
 none before the block of the first key that the segment's first query sees: memory before that may be unmapped.
 
-`make gpu-check` runs it on a GPU; without block tables so far, which torch has from 2.12 on. Elsewhere the tests
-run it with a stand-in for the kernel.
+`make gpu-check` runs it on a GPU; elsewhere the tests run it with a stand-in for the kernel.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from typing import Any, cast
 
@@ -34,8 +32,8 @@ from prefixd.worker_protocol.errors import ModelError
 class FlashAttention:
     """The backend; `calls` counts attention kernels.
 
-    plan: which calls compute a pass over virtual tensors; by default one for everything. A layer's window that hides
-    keys of the pass, block tables and captured passes have one call.
+    plan: which calls compute a pass; by default one for everything. Layers whose window hides keys of the pass, and
+        captured passes of prompts, have one call in any case.
     alone: the kernel for one sequence, if the plan may ask for it.
     """
 
@@ -44,9 +42,6 @@ class FlashAttention:
         self.plan = plan
         self.alone = alone
         self.kernel = kernel
-        # Keys split among thread blocks are read in larger blocks; FlashAttention 2 splits them in decode passes.
-        knows_splits = "num_splits" in inspect.signature(kernel).parameters
-        self.window_arguments: dict[str, object] = {"num_splits": 1} if knows_splits else {}
 
     def begin(self, step: StepKv) -> FlashStep:
         """Put the lengths of the pass's segments onto the device."""
@@ -58,7 +53,6 @@ class FlashAttention:
             return "it reads keys and values from memory alone; set worker.device to cpu"
         if kind.both_ways:
             return "torch's flash attention is causal within an image, too"
-        # Sinks could be computed from the kernel's log-sum-exp, but torch documents different shapes of it.
         if kind.softcap is not None or kind.sinks is not None:
             return "torch's flash attention has neither softcap nor sinks"
         return None
@@ -114,8 +108,6 @@ class FlashStep:
         if self._plan is not None and not self._hides(kind):
             return self._by_plan(self._plan, query, keys, values, scaling)
         keywords = dict(self._arguments)
-        if kind.window is not None:
-            keywords |= self._backend.window_arguments
         result = self._backend.compute(
             query[0, :, : self._tokens].transpose(0, 1).contiguous(),
             keys,

@@ -12,11 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.engines.extent_reference import extent_reference
 from benchmarks.engines.varlen_reference import alone_reference, varlen_reference
 from prefixd.worker.attention import flex_attention, split_prefix
+from prefixd.worker.attention.attention import AttentionBackend
 from prefixd.worker.attention.choice import backend_choice
 from prefixd.worker.attention.choice.backend_choice import choose_attention
 from prefixd.worker.attention.choice.pass_plan import CheapestPlan, PassPlan, plain, split_long
+from prefixd.worker.attention.extent_attention import ExtentAttention
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
 from prefixd.worker.attention.kernels.flash_kernels import find_kernel
@@ -54,6 +57,11 @@ def kv(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def on_a_gpu(kv: str) -> AttentionBackend:
+    """The backend of a GPU, with a stand-in for its kernel."""
+    return ExtentAttention(extent_reference) if kv == "paged" else FlashAttention(varlen_reference)
+
+
 def check_against(rig, reference: Callable[[list[int]], torch.Tensor]) -> None:
     """A prompt in pieces and token by token, then several requests in one pass that share a prefix."""
     tokens = random_tokens(5, 70)
@@ -71,7 +79,7 @@ def check_against(rig, reference: Callable[[list[int]], torch.Tensor]) -> None:
 
 
 def test_flash_attention_reads_every_memory_and_layout(rig_with, reference, kv, layout):
-    check_against(rig_with(FlashAttention(varlen_reference), kv, layout), reference)
+    check_against(rig_with(on_a_gpu(kv), kv, layout), reference)
 
 
 def test_tiles_read_every_memory_and_layout_with_the_same_bits(rig_with, reference, kv, layout):
@@ -86,7 +94,7 @@ def test_tiles_read_every_memory_and_layout_with_the_same_bits(rig_with, referen
 
 @pytest.mark.parametrize("batch", [1, 2, 7])
 def test_one_call_a_layer_whatever_is_in_the_batch(rig_with, kv, batch):
-    backend = FlashAttention(varlen_reference)
+    backend = on_a_gpu(kv)
     rig = rig_with(backend, kv)
     requests = [rig.start(random_tokens(seed, 3 + 9 * seed), max_tokens=3) for seed in range(batch)]
     rig.run()
@@ -135,7 +143,7 @@ def test_planned_passes_generate_the_same_tokens(rig_with, monkeypatch):
 
 def test_flash_attention_never_reads_behind_the_last_token(rig_with, reference, kv):
     """So recycled memory may hold anything there, and a GPU needs no scrubbing."""
-    rig = rig_with(FlashAttention(varlen_reference), kv)
+    rig = rig_with(on_a_gpu(kv), kv)
     tokens = random_tokens(10, 37)
     for frame in (frames := rig.frames(3)):
         rig.window(frame).fill_(float("nan"))
@@ -255,12 +263,18 @@ def test_a_paged_worker_without_a_kernel_for_block_tables_is_refused_at_the_star
     spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096))
     assert isinstance(choose_attention(spec, paged=True), TileAttention)
     on_a_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
-    with pytest.raises(ModelError, match=r'worker.kv = "paged" needs a kernel that takes block tables.*float32'):
+    with pytest.raises(ModelError, match=r'worker.kv = "paged" needs the kernel in Triton, and .*; set worker.kv to'):
         choose_attention(on_a_gpu, paged=True)
+    asked = dataclasses.replace(on_a_gpu, attention_way="triton")
+    with pytest.raises(
+        ModelError, match=r'worker.attention = "triton" needs the kernel in Triton, .*; set it to "auto"'
+    ):
+        choose_attention(asked)
 
 
 def test_a_gpus_backend_is_chosen_by_what_the_layers_ask_for(llama_directory, monkeypatch):
-    monkeypatch.setattr("prefixd.worker.attention.choice.backend_choice.find_kernel", lambda *_, **__: varlen_reference)
+    monkeypatch.setattr(backend_choice, "find_kernel", lambda *_: varlen_reference)
+    monkeypatch.setattr(backend_choice, "find_extent_kernel", lambda *_: (extent_reference, ""))
     spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096, attention="plain"))
     on_a_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
 
@@ -271,9 +285,15 @@ def test_a_gpus_backend_is_chosen_by_what_the_layers_ask_for(llama_directory, mo
         return dataclasses.replace(spec, attention=tuple(layers))
 
     assert isinstance(choose_attention(asking(on_a_gpu, window=16)), FlashAttention)
-    assert isinstance(choose_attention(asking(on_a_gpu, window=16, softcap=50.0)), FlexAttention)
-    with pytest.raises(ModelError, match=r'scores capped at 50.0.*set worker.kv to "virtual"'):
-        choose_attention(asking(on_a_gpu, softcap=50.0), paged=True)
+    capped = asking(on_a_gpu, window=16, softcap=50.0)
+    assert isinstance(choose_attention(capped), ExtentAttention)
+    assert isinstance(choose_attention(capped, paged=True), ExtentAttention)
+    for way, backend in (("triton", ExtentAttention), ("flex", FlexAttention)):
+        assert isinstance(choose_attention(dataclasses.replace(on_a_gpu, attention_way=way)), backend)
+    monkeypatch.setattr(backend_choice, "find_extent_kernel", lambda *_: (None, "Triton is not installed"))
+    said: list[str] = []
+    assert isinstance(choose_attention(capped, note=said.append), FlexAttention)
+    assert said == ["attention by FlexAttention, which is slower: Triton is not installed"]
     with pytest.raises(ModelError, match=r"expanded from latents.*set worker.device to cpu"):
         choose_attention(asking(on_a_gpu, expanded=True))
     tiles = choose_attention(asking(spec, expanded=True))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,15 +17,15 @@ from benchmarks.engines.extent_reference import extent_reference
 from prefixd.worker.attention.attention import AttentionKind
 from prefixd.worker.attention.captured import PassInputs
 from prefixd.worker.attention.decode_graphs import DecodeStep
-from prefixd.worker.attention.extent_attention import ExtentAttention, check_shape
+from prefixd.worker.attention.extent_attention import ExtentAttention, why_not_shape
 from prefixd.worker.attention.kernels.extent_call import ExtentKernel
+from prefixd.worker.attention.kernels.extent_check import error_of, find_extent_kernel
 from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.images.prompt_images import PassImages
 from prefixd.worker.memory.block_table import BlockTable
 from prefixd.worker.memory.kv_memory import Segment, StepKv
 from prefixd.worker.memory.paged_kv import PagedStep
 from prefixd.worker.memory.virtual_kv import VirtualStep
-from prefixd.worker_protocol.errors import ModelError
 
 BLOCK, BLOCKS, DIM, SCALE = 16, 12, 24, 0.2
 PLACES = ("virtual", "table", "extents")
@@ -185,9 +188,40 @@ def test_extents_are_the_table_in_runs(pages: list[int], width: int, data: st.Da
         assert table.extents(width) is table.extents(width), "found anew only when pages have changed"
 
 
-def test_shapes_that_the_kernel_does_not_take_are_refused() -> None:
-    check_shape(48, 128)
-    with pytest.raises(ModelError, match=r"a block has 24; set worker.block_tokens"):
-        check_shape(24, 4)
-    with pytest.raises(ModelError, match="up to 128 query heads a KV head, not 129"):
-        check_shape(16, 129)
+def test_shapes_that_the_kernel_does_not_take_have_a_reason() -> None:
+    assert why_not_shape(48, 128) is None
+    assert "a block has 24 (worker.block_tokens" in str(why_not_shape(24, 4))
+    assert "up to 128 query heads a KV head, not 129" in str(why_not_shape(16, 129))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (7, 1), (96, 1)])
+def test_the_kernel_is_checked_before_it_is_used(heads: int, kv_heads: int) -> None:
+    where = (heads, kv_heads, 16, torch.float32, torch.device("cpu"))
+    for queries in (1, 20):
+        assert error_of(extent_reference, queries, *where) < 1e-5
+
+        def no_mask(query, keys, values, call, scores, output):
+            everything = torch.full_like(call.lasts, 39)
+            extent_reference(query, keys, values, replace(call, lasts=everything), scores, output)
+
+        assert (error_of(no_mask, queries, *where) < 0.03) == (queries == 1)
+
+
+def test_a_kernel_that_does_not_run_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = (8, 2, 24, torch.float32, torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "prefixd.worker.attention.kernels.extent_triton", None)
+    kernel, reason = find_extent_kernel.__wrapped__(*where)
+    assert kernel is None and reason.startswith("Triton is not installed")
+
+    def fails(*arguments):
+        raise RuntimeError("ptxas died\nat line 3")
+
+    for made, said in (
+        (fails, "the Triton kernel cannot run: ptxas died"),
+        (lambda *arguments: None, "the Triton kernel is wrong: the relative error of 1 queries is 1"),
+        (extent_reference, ""),
+    ):
+        module = types.SimpleNamespace(extent_attention=made)
+        monkeypatch.setitem(sys.modules, "prefixd.worker.attention.kernels.extent_triton", module)
+        found, reason = find_extent_kernel.__wrapped__(*where)
+        assert reason == said and (found is made) == (not said)

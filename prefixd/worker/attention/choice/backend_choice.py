@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -10,8 +10,11 @@ from prefixd.worker.attention.attention import AttentionBackend, AttentionKind, 
 from prefixd.worker.attention.choice.cost_table import read_costs
 from prefixd.worker.attention.choice.pass_plan import CheapestPlan, Plan, split_long
 from prefixd.worker.attention.chunked_attention import ChunkedAttention
+from prefixd.worker.attention.extent_attention import ExtentAttention, why_not_shape
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
+from prefixd.worker.attention.kernels.extent_call import ExtentKernel
+from prefixd.worker.attention.kernels.extent_check import find_extent_kernel
 from prefixd.worker.attention.kernels.flash_kernels import VarlenKernel, find_kernel, flash_alone, why_no_lse
 from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.spec.model_spec import ModelSpec
@@ -20,8 +23,13 @@ from prefixd.worker_protocol.errors import ModelError
 from prefixd_swap.group_shape import KvGeometry
 
 
-def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBackend:
-    """The attention backend for the model's device. Raises ModelError if none can compute it."""
+def choose_attention(
+    spec: ModelSpec, *, paged: bool = False, note: Callable[[str], None] = lambda line: None
+) -> AttentionBackend:
+    """The attention backend for the model's device. Raises ModelError if none can compute it.
+
+    note: gets a line for the log where a slower backend is taken, with the reason.
+    """
     both_ways = spec.images is not None and spec.images.both_ways
     kinds = {layer.layer: _kind(layer, both_ways) for layer in spec.attention}
     dtype = getattr(torch, spec.dtype)
@@ -35,35 +43,48 @@ def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBacken
         return _with_chunks(tiles, kinds.values())
     if not spec.attention:
         return TileAttention(spec.block_tokens, dtype)  # never called
-    if not spec.groups.own.alone:
-        return GroupedAttention(_choose_on_cuda(spec, kinds, paged=paged))
-    return _choose_on_cuda(spec, kinds, paged=paged)
-
-
-def _choose_on_cuda(spec: ModelSpec, kinds: Mapping[int, AttentionKind], *, paged: bool) -> AttentionBackend:
-    dtype = getattr(torch, spec.dtype)
-    geometry = max((group.geometry for group in spec.groups.own.attention), key=lambda shape: shape.head_dim)
-    kernel = find_kernel(geometry.head_dim, dtype, spec.device, block_table=paged)
-    if kernel is None and paged:
-        raise ModelError(
-            f'worker.kv = "paged" needs a kernel that takes block tables: torch 2.12 or newer (this is '
-            f"{torch.__version__}), 16-bit KV and a head size of up to 256 in eights (this is {geometry.dtype}, "
-            f'{geometry.head_dim}); set worker.kv to "virtual"'
-        )
-    if kernel is not None:
-        made = FlashAttention(kernel) if paged else _flash(spec, kernel, geometry)
-        flash = _with_chunks(made, kinds.values())
-        refused = refusal(flash, kinds.values())
-        if refused is None:
-            return flash
-        if paged:
-            raise ModelError(f'{refused}; set worker.kv to "virtual"')
-    flex = _with_chunks(FlexAttention(geometry.block_tokens), kinds.values())
-    if refused := refusal(flex, kinds.values()):
+    chosen = _with_chunks(_choose_on_cuda(spec, list(kinds.values()), paged, note), kinds.values())
+    if refused := refusal(chosen, kinds.values()):
         raise ModelError(refused)
+    return chosen if spec.groups.own.alone else GroupedAttention(chosen)
+
+
+def _choose_on_cuda(
+    spec: ModelSpec, kinds: Sequence[AttentionKind], paged: bool, note: Callable[[str], None]
+) -> AttentionBackend:
+    """The first of flash attention, the Triton kernel and FlexAttention that computes all kinds."""
+    way = spec.attention_way
+    geometry = max((group.geometry for group in spec.groups.own.attention), key=lambda shape: shape.head_dim)
+    heads = max(layer.query_heads for layer in spec.attention)
+    if paged or way in ("triton", "extents"):
+        kernel, why_not = _extent_kernel(spec, geometry, heads)
+        if kernel is None:
+            asked = 'worker.kv = "paged"' if paged else f'worker.attention = "{way}"'
+            remedy = 'worker.kv to "virtual"' if paged else 'it to "auto"'
+            raise ModelError(f"{asked} needs the kernel in Triton, and {why_not}; set {remedy}")
+        return ExtentAttention(kernel, extents=way == "extents")
+    if way != "flex":
+        varlen = find_kernel(geometry.head_dim, getattr(torch, spec.dtype), spec.device)
+        if varlen is not None:
+            flash = _flash(spec, varlen, geometry)
+            if refusal(_with_chunks(flash, kinds), kinds) is None:
+                return flash
+        kernel, why_not = _extent_kernel(spec, geometry, heads)
+        if kernel is not None:
+            extents = ExtentAttention(kernel)
+            if refusal(_with_chunks(extents, kinds), kinds) is None:
+                return extents
+        else:
+            note(f"attention by FlexAttention, which is slower: {why_not}")
     for group in spec.groups.own.attention:
         check_reach(group.geometry, spec.sequence_capacity)
-    return flex
+    return FlexAttention(geometry.block_tokens)
+
+
+def _extent_kernel(spec: ModelSpec, geometry: KvGeometry, heads: int) -> tuple[ExtentKernel | None, str]:
+    if reason := why_not_shape(geometry.block_tokens, heads // geometry.kv_heads):
+        return None, reason
+    return find_extent_kernel(heads, geometry.kv_heads, geometry.head_dim, getattr(torch, spec.dtype), spec.device)
 
 
 def _with_chunks(backend: AttentionBackend, kinds: Iterable[AttentionKind]) -> AttentionBackend:

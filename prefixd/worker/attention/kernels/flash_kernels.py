@@ -8,7 +8,6 @@ call without `cu_seq_k`, for one sequence.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +30,8 @@ _CHECK_TOLERANCE = 0.03
 _CHECK_QUERIES, _CHECK_KEYS = (3, 1, 70), (5, 0, 140)
 
 
-def find_kernel(
-    head_dim: int, dtype: torch.dtype, device: torch.device, *, block_table: bool = False
-) -> VarlenKernel | None:
-    """The kernel for this shape on this device, with `block_table` one that takes block tables; None without one.
+def find_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> VarlenKernel | None:
+    """The kernel for this shape on this device; None without one.
 
     Flash attention takes 16-bit types and heads of up to 256 in eights, on GPUs from Ampere on.
     """
@@ -42,17 +39,7 @@ def find_kernel(
         return None
     if torch.cuda.get_device_capability(device) < (8, 0):
         return None
-    return _public_kernel() if block_table else _varlen_kernel()
-
-
-@functools.cache
-def _public_kernel() -> VarlenKernel | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    wanted = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table"}
-    return varlen_attn if wanted <= set(inspect.signature(varlen_attn).parameters) else None
+    return _varlen_kernel()
 
 
 @functools.cache

@@ -37,8 +37,8 @@ def extent_reference(
         first = 0 if scores.window is None else max(0, int(positions.min()) - scores.window + 1)
         if stop > call.span:
             raise ValueError(f"a tile reads {stop} keys, more than the span of {call.span}")
-        read = [_read(states, call, sequence, first, stop) for states in (keys, values)]
-        output[rows] = _attend(query[rows], *read, torch.arange(first, stop), positions, lasts, scores)
+        seen, weighed = (_read(states, call, sequence, first, stop) for states in (keys, values))
+        output[rows] = _attend(query[rows], seen, weighed, torch.arange(first, stop), positions, lasts, scores)
 
 
 def _read(states: torch.Tensor, call: ExtentCall, sequence: int, first: int, stop: int) -> torch.Tensor:

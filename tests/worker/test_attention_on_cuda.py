@@ -1,24 +1,29 @@
 """Attention's kernels on memory of which only what a sequence needs is mapped.
 
-With a GPU these are its kernels: flash attention, and FlexAttention compiled. Against the stand-in driver
-(`tests/swap/test_cuda_stand_in.py`) it is attention's definition over what the driver maps.
+With a GPU these are its kernels: flash attention, the one in Triton, and FlexAttention compiled. Against the stand-in
+driver (`tests/swap/test_cuda_stand_in.py`) it is the definition of attention over what the driver maps.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
-from benchmarks.engines.varlen_reference import varlen_reference
+from benchmarks.engines.extent_reference import extent_reference
+from benchmarks.engines.varlen_reference import alone_reference, varlen_reference
 from benchmarks.gpu_parts.attention import GatheredStep
-from prefixd.worker.attention.attention import AttentionKind
+from prefixd.worker.attention.attention import AttentionBackend, AttentionKind
+from prefixd.worker.attention.choice.pass_plan import PassPlan
+from prefixd.worker.attention.extent_attention import ExtentAttention
 from prefixd.worker.attention.flash_attention import READ_BLOCK, FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention
-from prefixd.worker.attention.kernels.flash_kernels import VarlenKernel, find_kernel
+from prefixd.worker.attention.kernels.extent_call import ExtentKernel
+from prefixd.worker.attention.kernels.extent_check import find_extent_kernel
+from prefixd.worker.attention.kernels.flash_kernels import VarlenKernel, find_kernel, flash_alone, why_no_lse
+from prefixd.worker.attention.split_prefix import PIECE_MULTIPLE
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvMemory, Segment
 from prefixd.worker.memory.paged_kv import PagedKv
@@ -30,8 +35,9 @@ from prefixd_swap.vtensor import VirtualTensorManager
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 DEVICE = torch.device("cpu" if STAND_IN else "cuda")
+VIRTUAL = ["flash", "planned", "triton"]
 # FlexAttention without its compiled kernel reads all keys, also those that are not mapped.
-WAYS = ["flash", "paged", "gathered"] if STAND_IN else ["flash", "paged", "gathered", "flex"]
+WAYS = [*VIRTUAL, "paged", "extents", "gathered", *([] if STAND_IN else ["flex"])]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 16, 8, 128
 SCALE = HEAD_DIM**-0.5
 FRAMES = 12
@@ -47,6 +53,43 @@ def kernel() -> VarlenKernel:
     if found is None:
         pytest.skip("this torch or this GPU has no flash attention for bfloat16")
     return found
+
+
+def extent_kernel() -> ExtentKernel:
+    if STAND_IN:
+        return extent_reference
+    found, reason = find_extent_kernel(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device("cuda", 0))
+    if found is None and reason.startswith("Triton is not installed"):
+        pytest.skip(reason)
+    assert found is not None, reason
+    return found
+
+
+def every_way(queries: Sequence[int], keys: Sequence[int], captured: bool = False) -> PassPlan:
+    """A plan with each of its ways, as far as there are segments for them."""
+    numbers = range(len(queries))
+    split = [number for number in numbers if keys[number] >= 2 * PIECE_MULTIPLE][:1]
+    rest = [number for number in numbers if number not in split]
+    alone, rest = rest[:1], rest[1:]
+    return PassPlan(
+        together=tuple(number for number in rest if queries[number] > 1),
+        decodes=tuple(number for number in rest if queries[number] == 1),
+        alone=tuple(alone),
+        split=tuple(split),
+        pieces=3 if split else 0,
+    )
+
+
+def backend_of(way: str, block: int) -> AttentionBackend:
+    if way == "flex":
+        return FlexAttention(block)
+    if way in ("triton", "paged", "extents"):
+        return ExtentAttention(extent_kernel(), extents=way == "extents")
+    if way == "planned":
+        reason = None if STAND_IN else why_no_lse(kernel(), HEAD_DIM, torch.bfloat16, torch.device("cuda", 0))
+        assert reason is None, reason
+        return FlashAttention(kernel(), every_way, alone_reference if STAND_IN else flash_alone)
+    return FlashAttention(kernel())
 
 
 class Rig:
@@ -128,16 +171,11 @@ def test_kernels_read_what_is_mapped_and_nothing_behind_the_last_token(rig: Rig,
     """Ends inside a block, at the end of one, and in the first; behind the last block of a row nothing is mapped."""
     block = rig.block
     lengths = [block + 37, 2 * block, 5, block // 2 + 1]
-    memory = rig.virtual if way in ("flash", "flex") else rig.paged
+    memory = rig.virtual if way in (*VIRTUAL, "flex") else rig.paged
     segments = fill(memory, lengths, block, order=[2, 0, 3, 1])
     last = [Segment(part.sequence, part.stop - count, part.stop) for part, count in zip(segments, new, strict=True)]
     step = memory.step(last)
-    if way == "flex":
-        backend = FlexAttention(block)
-    else:
-        if way == "paged" and "block_table" not in inspect.signature(kernel()).parameters:
-            pytest.skip("this torch's kernel takes no block table")
-        backend = FlashAttention(kernel())
+    backend = backend_of(way, block)
     generator = torch.Generator().manual_seed(1)
     rows = -(-sum(new) // 16) * 16
     query = torch.randn(1, HEADS, rows, HEAD_DIM, generator=generator).bfloat16()
@@ -156,7 +194,7 @@ def test_kernels_read_what_is_mapped_and_nothing_behind_the_last_token(rig: Rig,
 
 
 @pytest.mark.parametrize("new", [[3, 40, 5], [1, 1, 1]], ids=["prompts", "decoding"])
-@pytest.mark.parametrize("way", [way for way in WAYS if way in ("flash", "flex")])
+@pytest.mark.parametrize("way", [way for way in WAYS if way in (*VIRTUAL, "flex")])
 def test_kernels_read_nothing_before_the_block_where_a_window_begins(rig: Rig, way: str, new: list[int]) -> None:
     """Memory there holds NaN, as what was given up may. One layer has a window; in the other everything is read."""
     block, window = rig.block, 100
@@ -169,7 +207,7 @@ def test_kernels_read_nothing_before_the_block_where_a_window_begins(rig: Rig, w
     for states in step.read(1, gone):
         for each in states:
             each.fill_(float("nan"))
-    backend = FlexAttention(block) if way == "flex" else FlashAttention(kernel())
+    backend = backend_of(way, block)
     query = torch.randn(1, HEADS, sum(new), HEAD_DIM, generator=torch.Generator().manual_seed(2)).bfloat16()
     attention = backend.begin(step)
     for layer, kind in enumerate((AttentionKind(), AttentionKind(window=window))):

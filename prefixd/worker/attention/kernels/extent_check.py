@@ -22,8 +22,8 @@ def find_extent_kernel(
     """
     try:
         from prefixd.worker.attention.kernels.extent_triton import extent_attention
-    except ImportError as error:
-        return None, f"Triton is not installed ({error})"
+    except ImportError as missing:
+        return None, f"Triton is not installed ({missing})"
     for queries in (1, 20):
         try:
             error = error_of(extent_attention, queries, query_heads, kv_heads, head_dim, dtype, device)

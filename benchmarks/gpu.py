@@ -135,6 +135,9 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
         for judged in result.get("predictions", ()):
             print(f"{'':>16}  {prediction.line(judged)}", flush=True)
         file.write_text(json.dumps(content, indent=1) + "\n")
+        if part.files is not None and result["status"] == "measured":
+            for name, text in part.files(device, result).items():
+                file.with_suffix(f".{name}").write_text(text)
         if plot_dir is not None and part.draw is not None and "all" not in result.get("errors", {"all"}):
             title = f"{part.name} on {device.name} ({figures})"
             draw(part.draw, result, title, plot_dir / f"{file.stem}_{part.name}.png")

@@ -1,31 +1,30 @@
-"""Attention over contiguous virtual memory, against block tables and against a kernel a request.
+"""Attention over contiguous virtual memory by several calls, against block tables and against a kernel a request.
 
-vTensor's figures 7 (decoding) and 8 (a prompt behind a cached prefix), vAttention's table 6.
+vTensor's figures 7 (decoding) and 8 (a prompt behind a cached prefix), vAttention's table 6. The times of the ways that
+the worker may choose are also written as the table that it plans by (`choice_table`).
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.engines.varlen_reference import varlen_reference
+from benchmarks.gpu_parts.rig import choice_table
+from benchmarks.gpu_parts.rig.attention_ways import PAGED_WAYS, Attend, Ways, splits_of
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, MHA, MQA, SMALL, Heads, Tensors, virtual_tensors
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
-from prefixd.worker.attention.attention import AttentionBackend, StepAttention
-from prefixd.worker.attention.flash_attention import FlashAttention
-from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
-from prefixd.worker.attention.kernels.flash_kernels import VarlenKernel, find_kernel
+from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
+from prefixd.worker.attention.choice.pass_plan import may_split
+from prefixd.worker.attention.flex_attention import check_reach
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvMemory, Segment, StepKv
-from prefixd.worker.memory.paged_kv import PagedKv, PagedStep
+from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker_protocol.errors import ModelError
 from prefixd_swap.group_shape import KvGeometry
@@ -39,24 +38,44 @@ _PREFILL_LAYERS = 4
 _TOLERANCE = 0.02
 PHASES = ("decode", "prefill")
 
-Attend = Callable[[torch.Tensor, int], torch.Tensor]
-"""Query ``[1, heads, tokens, head_dim]`` and a layer to ``[tokens, heads, head_dim]``."""
+CHOICES = ("contiguous", "alone", "split4", "split8", "split16")
+WAYS = {
+    ("gqa", "token"): (*CHOICES, "stride", "request", "triton", "paged", "extents", "gathered"),
+    ("gqa", "layer"): (*CHOICES, "triton", "paged"),
+    ("mha", "token"): (*CHOICES, "triton", "paged", "extents"),
+    ("mqa", "token"): ("contiguous", "alone", "split8", "triton", "paged"),
+}
+"""By shape and layout: the worker's choices, and what they are compared with; see `attention_ways`."""
+_SMALL_WAYS = {("gqa", "token"): WAYS["gqa", "token"], ("mha", "layer"): ("contiguous", "alone", "split8", "paged")}
+_ONE_A_REQUEST, _MOST_AT_A_TIME = ("alone", "request"), 8  # sequences: more take long, and are known to be slow
 
 
 def measure_kernels(device: Device, budget: Budget) -> Mapping[str, Any]:
     """Microseconds a layer of every way but FlexAttention's."""
-    ways = ["contiguous", "request", "paged", "gathered"]
-    return _measure(device, budget, ways, [GQA, MHA, MQA] if device.measures else list(SMALL))
+    return _measure(device, budget, WAYS if device.measures else _SMALL_WAYS, _shapes(device))
 
 
 def measure_flex(device: Device, budget: Budget) -> Mapping[str, Any]:
-    """Microseconds a layer of FlexAttention; apart, because compiling it takes long and needs Triton."""
+    """Microseconds a layer of FlexAttention, beside the kernel in Triton; apart, because compiling it takes long."""
     if not device.measures:
         raise Unavailable("FlexAttention without its compiled kernel reads memory that is not mapped")
-    return _measure(device, budget, ["flex"], [GQA])
+    return _measure(device, budget, dict.fromkeys(itertools.product(("gqa",), LAYOUTS), ("flex", "triton")), [GQA])
 
 
-def _measure(device: Device, budget: Budget, ways: Sequence[str], shapes: Sequence[Heads]) -> Mapping[str, Any]:
+def write_costs(device: Device, answer: Mapping[str, Any]) -> Mapping[str, str]:
+    """The table for `worker.attention_costs`, as a file beside the result."""
+    points, new = answer["points"], answer["new_tokens_of_prefill"]
+    table = choice_table.costs_of(points, _shapes(device), new, device.name, "benchmarks.gpu")
+    return {} if table is None else {"attention_costs": choice_table.text_of(table)}
+
+
+def _shapes(device: Device) -> list[Heads]:
+    return [GQA, MHA, MQA] if device.measures else list(SMALL)
+
+
+def _measure(
+    device: Device, budget: Budget, by_layout: Mapping[tuple[str, str], Sequence[str]], shapes: Sequence[Heads]
+) -> Mapping[str, Any]:
     """For every shape, layout, batch and length: each way's time, in decoding and in a prompt behind a prefix.
 
     A way that has been measured in a point has been compared with the definition of attention on a small batch before.
@@ -71,8 +90,8 @@ def _measure(device: Device, budget: Budget, ways: Sequence[str], shapes: Sequen
         chunks = memory.create(most // memory.chunk_bytes)
         _fill(device, memory, chunks)
         for heads, layout in itertools.product(shapes, LAYOUTS):
-            name = f"{heads.name} {layout}"
-            if not budget.allows(name):
+            name, ways = f"{heads.name} {layout}", by_layout.get((heads.name, layout), ())
+            if not ways or not budget.allows(name):
                 continue
             geometry = heads.geometry(layout, memory.chunk_bytes)
             reached = [length for length in lengths if "flex" not in ways or _flex_reaches(geometry, length + new)]
@@ -82,8 +101,9 @@ def _measure(device: Device, budget: Budget, ways: Sequence[str], shapes: Sequen
             with virtual_tensors(device, memory, chunks, geometry, max(3, *batches), longest) as tensors:
                 bench = _Bench(device, heads, tensors, longest)
                 right = []
-                budget.skipped += [f"{name} {way}: not in this torch" for way in ways if way not in bench.ways(ways)]
-                for way in bench.ways(ways):
+                missing = bench.ways.missing(ways)
+                budget.skipped += [f"{name} {way}: {reason}" for way, reason in missing.items()]
+                for way in [way for way in ways if way not in missing]:
                     with budget.attempt(f"{name} {way}"):
                         errors[f"{name} {way}"] = bench.check(way)
                         right.append(way)
@@ -108,15 +128,7 @@ class _Bench:
         self._virtual = VirtualKv(tensors.manager)
         window = FrameWindow(tensors.manager.memory, tensors.table, self._geometry.block_bytes, len(tensors.frames))
         self._paged = PagedKv(window, self._geometry, max_tokens=longest)
-        self._kernel = (
-            find_kernel(heads.head_dim, torch.bfloat16, device.torch_device) if device.measures else varlen_reference
-        )
-
-    def ways(self, wanted: Sequence[str]) -> list[str]:
-        """Those of `wanted` that this torch can do: not every kernel knows block tables."""
-        ways = [way for way in wanted if self._kernel is not None or way in ("flex", "request")]
-        paged = self._kernel is not None and "block_table" in inspect.signature(self._kernel).parameters
-        return [way for way in ways if way != "paged" or paged]
+        self.ways = Ways(device, heads, self._geometry)
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self._geometry.block_tokens)
@@ -125,9 +137,9 @@ class _Bench:
         """The relative error on three sequences that end inside a block. Raises RuntimeError when it is too large."""
         block = self._geometry.block_tokens
         lengths, new = [block + block // 2, 2 * block, 5], [3, min(block, 40), 5]
-        with _Sequences(self, way, lengths, new) as (step, attend):
+        with _Sequences(self, way, lengths, new) as step:
             query = self._query(sum(new))
-            found = attend(query, 1).float().cpu()
+            found = self.ways.attend(way, step)(query, 1).float().cpu()
             expected = self._expected(query, step, 1)
         error = float((found - expected).norm() / expected.norm())
         if not error <= _TOLERANCE:
@@ -147,13 +159,20 @@ class _Bench:
             }
             query = self._query(batch * count)
             for way in ways:
+                if self._leaves_out(way, batch, tokens, count):
+                    continue
                 # All layers in turn, so that a layer's keys have left the device's cache when it comes again.
-                with _Sequences(self, way, [tokens + count] * batch, [count] * batch) as (_, attend):
-                    point[f"{way}_us"] = round(
-                        self._device.stream_us(partial(_all_layers, attend, query, layers), 5) / layers, 2
-                    )
+                with _Sequences(self, way, [tokens + count] * batch, [count] * batch) as step:
+                    work = partial(_all_layers, self.ways.attend(way, step), query, layers)
+                    point[f"{way}_us"] = round(self._device.stream_us(work, 3) / layers, 2)
             points.append(point)
         return points
+
+    def _leaves_out(self, way: str, batch: int, tokens: int, new: int) -> bool:
+        """Whether the way is not for such a point: too many kernels, or pieces that the worker would not make."""
+        pieces = splits_of(way) if self._device.measures else None
+        too_small = pieces is not None and not may_split(new, tokens + new, pieces)
+        return too_small or (way in _ONE_A_REQUEST and batch > _MOST_AT_A_TIME)
 
     def close(self) -> None:
         self._device.synchronize()
@@ -161,7 +180,7 @@ class _Bench:
 
     def open(self, way: str, lengths: Sequence[int], new: Sequence[int]) -> tuple[KvMemory, list[Segment]]:
         """Sequences of these lengths, of which the last `new` tokens are to be computed."""
-        memory: KvMemory = self._paged if way in ("paged", "gathered") else self._virtual
+        memory: KvMemory = self._paged if way in PAGED_WAYS else self._virtual
         segments = []
         first = 0
         for length, count in zip(lengths, new, strict=True):
@@ -169,20 +188,6 @@ class _Bench:
             first += len(frames)
             segments.append(Segment(memory.open(frames), length - count, length))
         return memory, segments
-
-    def attend(self, way: str, step: StepKv) -> Attend:
-        """How the way computes a layer of a pass."""
-        scale = self._heads.head_dim**-0.5
-        if way == "request":
-            return _RequestByRequest(step, scale).attend
-        if way == "gathered":
-            assert isinstance(step, PagedStep)
-            step = GatheredStep(step)
-        backend: AttentionBackend = (
-            FlexAttention(self._geometry.block_tokens) if way == "flex" else FlashAttention(_found(self._kernel))
-        )
-        begun: StepAttention = backend.begin(step)
-        return lambda query, layer: begun.attend(query, layer, scale)[0]
 
     def _query(self, tokens: int) -> torch.Tensor:
         generator = torch.Generator(self._device.torch_device).manual_seed(tokens)
@@ -216,76 +221,22 @@ class _Bench:
 
 
 class _Sequences:
-    """Sequences that are open inside a `with` block, and how to attend to them."""
+    """Sequences that are open inside a `with` block, as a pass."""
 
     def __init__(self, bench: _Bench, way: str, lengths: Sequence[int], new: Sequence[int]) -> None:
-        self._bench, self._way = bench, way
+        self._bench = bench
         self._memory, self._segments = bench.open(way, lengths, new)
 
-    def __enter__(self) -> tuple[StepKv, Attend]:
+    def __enter__(self) -> StepKv:
         for segment in self._segments:
             self._memory.wait(segment.sequence, segment.stop)
-        step = self._memory.step(self._segments)
-        return step, self._bench.attend(self._way, step)
+        return self._memory.step(self._segments)
 
     def __exit__(self, *_: object) -> None:
         self._bench._device.synchronize()
         for segment in self._segments:
             self._memory.close(segment.sequence, lambda: None)
         self._memory.poll(wait=True)
-
-
-class _RequestByRequest:
-    """An ordinary kernel for every request, as where each has a reservation of its own."""
-
-    def __init__(self, step: StepKv, scale: float) -> None:
-        self._step = step
-        self._scale = scale
-        self._spans = tuple((0, segment.stop) for segment in step.segments)
-
-    def attend(self, query: torch.Tensor, layer: int) -> torch.Tensor:
-        outputs = []
-        first = 0
-        for (keys, values), segment in zip(self._step.read(layer, self._spans), self._step.segments, strict=True):
-            part = query[:, :, first : first + len(segment)]
-            first += len(segment)
-            mask: Any = causal_lower_right(len(segment), segment.stop) if len(segment) > 1 else None
-            attended = F.scaled_dot_product_attention(
-                part, keys[None], values[None], attn_mask=mask, scale=self._scale, enable_gqa=True
-            )
-            outputs.append(attended[0].transpose(0, 1))
-        return torch.cat(outputs)
-
-
-class GatheredStep:
-    """A pass over block tables for a kernel without them: every layer's blocks are copied together.
-
-    It reads as `StepKv`; nothing is written through it.
-    """
-
-    def __init__(self, step: PagedStep) -> None:
-        self.segments = step.segments
-        self._pool = step._pool
-        block = self._pool.shape[1]
-        tables = [segment.sequence.frames[: -(-segment.stop // block)] for segment in step.segments]  # type: ignore[attr-defined]
-        device = self._pool.device
-        self._blocks = torch.tensor([frame for table in tables for frame in table], device=device)
-        starts = [0, *itertools.accumulate(len(table) * block for table in tables)]
-        self._arguments: dict[str, object] = {
-            "cu_seq_k": torch.tensor(starts, dtype=torch.int32, device=device),
-            "max_k": max(len(table) * block for table in tables),
-            "seqused_k": torch.tensor([part.stop for part in step.segments], dtype=torch.int32, device=device),
-        }
-        self.write, self.scrub, self.read = step.write, step.scrub, step.read
-
-    def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
-        """Keys and values of a layer are copies."""
-
-        def layer(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-            gathered = self._pool[:, :, number].index_select(0, self._blocks).flatten(0, 1)
-            return gathered[:, 0], gathered[:, 1]
-
-        return layer, self._arguments
 
 
 def _flex_reaches(geometry: KvGeometry, tokens: int) -> bool:
@@ -302,12 +253,6 @@ def _all_layers(attend: Attend, query: torch.Tensor, layers: int) -> None:
         attend(query, layer)
 
 
-def _found(kernel: VarlenKernel | None) -> VarlenKernel:
-    if kernel is None:
-        raise Unavailable("this torch or this GPU has no flash attention for bfloat16")
-    return kernel
-
-
 def _fill(device: Device, memory: VirtualMemory, chunks: range) -> None:
     """Random numbers in all chunks: what they held might be no numbers at all."""
     window = memory.reserve(len(chunks) * memory.chunk_bytes)
@@ -317,5 +262,79 @@ def _fill(device: Device, memory: VirtualMemory, chunks: range) -> None:
     window.discard()
 
 
-PART = Part("attention", 70, measure_kernels)
-FLEX_PART = Part("flex_attention", 50, measure_flex)
+def _decode(key: str, batch: int, tokens: int, shape: str = "gqa") -> Callable[[Mapping[str, Any]], float | None]:
+    return point_figure(key, shape=shape, layout="token", phase="decode", batch=batch, tokens=tokens)
+
+
+def _fastest_split(phase: str, shape: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """The fastest way to split 32,768 tokens of one sequence."""
+
+    def find(answer: Mapping[str, Any]) -> float | None:
+        place = {"shape": shape, "layout": "token", "phase": phase, "batch": 1, "tokens": TOKENS[-1]}
+        times = [point_figure(f"split{count}_us", **place)(answer) for count in (4, 8, 16)]
+        return min((time for time in times if time is not None), default=None)
+
+    return find
+
+
+def _ratio(of: str, to: str, batch: int, tokens: int) -> Callable[[Mapping[str, Any]], float | None]:
+    """Of two ways' times in decoding."""
+
+    def find(answer: Mapping[str, Any]) -> float | None:
+        times = [_decode(f"{way}_us", batch, tokens)(answer) for way in (of, to)]
+        return None if times[0] is None or not times[1] else round(times[0] / times[1], 3)
+
+    return find
+
+
+PART = Part(
+    "attention",
+    70,
+    measure_kernels,
+    predictions=(
+        Prediction(
+            "decode, 8 requests of 8,192 tokens, max_k of the batch",
+            "95 to 120 us a layer",
+            _decode("contiguous_us", 8, 8192),
+            at_most=150,
+        ),
+        Prediction(
+            "128 tokens behind 32,768, the prefix split",
+            "110 to 250 us a layer",
+            _fastest_split("prefill", "gqa"),
+            at_most=300,
+        ),
+        Prediction(
+            "decode behind 32,768 tokens without shared KV heads, the keys split",
+            "150 to 250 us a layer",
+            _fastest_split("decode", "mha"),
+            at_most=300,
+        ),
+        Prediction(
+            "decode, 8 requests of 32,768 tokens, extents to contiguous",
+            "1.0 to 1.1 times",
+            _ratio("extents", "contiguous", 8, 32768),
+            at_most=1.2,
+        ),
+        Prediction(
+            "decode, 8 requests of 32,768 tokens, extents to rows by the same kernel",
+            "1.0 to 1.1 times",
+            _ratio("extents", "triton", 8, 32768),
+            at_most=1.2,
+        ),
+    ),
+    files=write_costs,
+)
+FLEX_PART = Part(
+    "flex_attention",
+    50,
+    measure_flex,
+    predictions=(
+        Prediction(
+            "decode, 8 requests of 8,192 tokens, FlexAttention to the kernel in Triton",
+            "15 times",
+            _ratio("flex", "triton", 8, 8192),
+            at_least=8,
+        ),
+    ),
+)

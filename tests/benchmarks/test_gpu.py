@@ -18,6 +18,7 @@ from benchmarks import gpu
 from benchmarks.gpu_parts.decode import MODES
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
+from prefixd.worker.attention.choice.cost_table import read_costs
 
 ROOT = Path(__file__).parents[2]
 WAYS = ("map", "remap", "reuse", "copy", "table")  # to attach a prefix
@@ -89,9 +90,12 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     assert all(point["gbps"] > 0 and point["loop_ms_per_gib"] > 0 for point in copies["points"])
     attention = parts["attention"]
     measured = {(p["shape"], p["layout"], p["phase"], p["batch"]) for p in attention["points"]}
-    assert len(measured) == 3 * 2 * 2 * 2
-    ways = {"contiguous_us", "paged_us", "gathered_us", "request_us"}
-    assert all(ways <= set(point) for point in attention["points"])
+    assert len(measured) == 2 * 2 * 2, "two shapes, phases and batches"
+    assert all({"contiguous_us", "alone_us", "split8_us", "paged_us"} <= set(point) for point in attention["points"])
+    baselines = {"stride_us", "request_us", "triton_us", "extents_us", "gathered_us", "split4_us", "split16_us"}
+    assert baselines <= set(attention["points"][0])
+    costs = read_costs("", str(tmp_path / "result.attention_costs"))
+    assert sum(len(heads.points) for heads in costs.heads) == len(measured)
     assert max(attention["relative_errors"].values()) < 0.02
     (first,) = parts["first_token"]["points"]
     assert all(first[f"{source}_ms"] > 0 for source in SOURCES)

@@ -65,6 +65,7 @@ class Part:
     measure: the answer, to be written as JSON; raises Unavailable where it cannot be asked.
     draw: fills a matplotlib axes from the answer.
     predictions: judged by the answer of a GPU.
+    files: further files from the answer, by what their names have behind the result's.
     """
 
     name: str
@@ -72,3 +73,4 @@ class Part:
     measure: Callable[[Device, Budget], Mapping[str, Any]]
     draw: Draw | None = None
     predictions: Sequence[Prediction] = ()
+    files: Callable[[Device, Mapping[str, Any]], Mapping[str, str]] | None = None

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.gpu_parts.choice_table import costs_of
+from benchmarks.gpu_parts.rig.choice_table import costs_of, text_of
 from benchmarks.gpu_parts.rig.kv import GQA
-from prefixd.worker.attention.choice.cost_table import ALONE, TOGETHER, CostPoint, HeadCosts, read_costs, write_costs
+from prefixd.worker.attention.choice.cost_table import ALONE, TOGETHER, CostPoint, HeadCosts, read_costs
 from prefixd.worker.attention.choice.pass_plan import CheapestPlan, PassPlan, may_split
 from prefixd.worker_protocol.errors import ModelError
 
@@ -88,7 +88,7 @@ def test_the_benchmark_writes_what_the_worker_reads(tmp_path: Path) -> None:
     ]
     table = costs_of(points, [GQA], 16, "Example 9000", "a run")
     assert table is not None
-    write_costs(table, tmp_path / "table.json")
+    (tmp_path / "table.json").write_text(text_of(table))
     assert read_costs("", str(tmp_path / "table.json")) == table
     assert table.heads == [
         heads_of(CostPoint(1, 2, 128, {TOGETHER: 9.0}), CostPoint(16, 2, 128, {"split 8": 5.0})),

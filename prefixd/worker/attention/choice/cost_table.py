@@ -93,11 +93,6 @@ def read_costs(device: str, file: str = "") -> CostTable:
     return known.get(device) or _read(_TABLES / f"{_DEFAULT}.json")
 
 
-def write_costs(table: CostTable, file: Path) -> None:
-    """Write a table as `read_costs` reads it."""
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
-
-
 @functools.cache
 def _read(file: Path) -> CostTable:
     try:

@@ -1,6 +1,6 @@
 """The table of attention costs that the worker plans by, from what the part `attention` measured.
 
-    python -m benchmarks.gpu_parts.choice_table benchmarks/results/nvidia_h200.json TABLE.json
+    python -m benchmarks.gpu_parts.rig.choice_table benchmarks/results/nvidia_h200.json TABLE.json
 
 writes the table of an earlier result. The part itself writes one beside its result.
 """
@@ -13,20 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.gpu_parts.rig.kv import GQA, MHA, MQA, SMALL, Heads
-from prefixd.worker.attention.choice.cost_table import (
-    ALONE,
-    TOGETHER,
-    CostPoint,
-    CostTable,
-    HeadCosts,
-    split,
-    write_costs,
-)
+from prefixd.worker.attention.choice.cost_table import ALONE, TOGETHER, CostPoint, CostTable, HeadCosts, split
 from prefixd.worker.attention.choice.pass_plan import SPLITS
 
-WAYS = {"contiguous": TOGETHER, "request": ALONE, **{f"split{count}": split(count) for count in SPLITS}}
-"""The benchmark's ways that the worker may choose."""
+WAYS = {"contiguous": TOGETHER, "request": ALONE, "alone": ALONE, **{f"split{count}": split(count) for count in SPLITS}}
+"""The benchmark's ways that the worker may choose. Results from before "alone" was measured have torch's public
+function for each request in its place."""
 
 
 def costs_of(
@@ -52,6 +47,12 @@ def costs_of(
     return CostTable(device, source, heads) if heads else None
 
 
+def text_of(table: CostTable) -> str:
+    """The file of a table."""
+    text: bytes = msgspec.json.format(msgspec.json.encode(table), indent=1)
+    return text.decode() + "\n"
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -65,7 +66,7 @@ def main() -> None:
     table = costs_of(part["points"], shapes, part["new_tokens_of_prefill"], result["device"], source)
     if table is None:
         parser.error(f"{options.result} has no point of a way that the worker may choose: {', '.join(WAYS)}")
-    write_costs(table, options.table)
+    options.table.write_text(text_of(table))
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from prefixd.worker.attention.extent_attention import ExtentAttention
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention
 from prefixd.worker.attention.tile_attention import TileAttention
-from prefixd.worker.memory.block_table import BlockTable
 from prefixd.worker.memory.kv_cache import StepCache
 from prefixd.worker.memory.kv_memory import Segment
+from prefixd.worker.memory.paged_blocks import BlockTable
 from prefixd.worker.memory.paged_kv import PagedStep
 from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts

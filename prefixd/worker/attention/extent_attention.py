@@ -21,8 +21,8 @@ import torch
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
 from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.attention.kernels.extent_call import Blocks, ExtentCall, ExtentKernel, Runs, Scores, Tiles
-from prefixd.worker.memory.block_table import Extents
 from prefixd.worker.memory.kv_memory import Segment, StepKv
+from prefixd.worker.memory.paged_blocks import Extents
 from prefixd.worker.memory.paged_kv import PagedStep
 from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.errors import ModelError

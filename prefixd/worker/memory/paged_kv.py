@@ -14,9 +14,9 @@ from typing import cast
 import numpy as np
 import torch
 
-from prefixd.worker.memory.block_table import BlockTable, Extents
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans, cut_at_chunks
+from prefixd.worker.memory.paged_blocks import BlockTable, Extents
 from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.protocol import KvUsage, StateFrames
 from prefixd_swap.errors import MemoryMisuseError

@@ -22,8 +22,8 @@ from prefixd.worker.attention.kernels.extent_call import ExtentKernel
 from prefixd.worker.attention.kernels.extent_check import error_of, find_extent_kernel
 from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.images.prompt_images import PassImages
-from prefixd.worker.memory.block_table import BlockTable
 from prefixd.worker.memory.kv_memory import Segment, StepKv
+from prefixd.worker.memory.paged_blocks import BlockTable
 from prefixd.worker.memory.paged_kv import PagedStep
 from prefixd.worker.memory.virtual_kv import VirtualStep
 

@@ -14,7 +14,7 @@ Measures on one GPU what decides how prefixd keeps KV there:
   attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
   first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
   mapping_beside  steps of that model beside a thread that maps
-  decode          tokens a second of that model: eager, with CUDA graphs, with fewer operators
+  decode          tokens a second of that model: eager, with CUDA graphs, with fewer operators, read late
   daemon          tokens a second of that model behind gRPC, with the daemon's own settings
   flex_attention  as attention, by FlexAttention
 

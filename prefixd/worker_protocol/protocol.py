@@ -242,7 +242,8 @@ class KvUsage(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True, tag=True):
     """One forward pass: its results are in memory, not merely queued on a stream.
 
-    computed_tokens: tokens whose KV was computed, over all requests; elapsed_s: wall time of the pass.
+    computed_tokens: tokens whose KV was computed, over all requests, without those computed in vain behind a request's
+        end; elapsed_s: wall time since the pass began, or since the pass before it had ended, if that is later.
     context_tokens: how many tokens of its request came before one of these, on average.
     passes: number of forward passes: those without a sampled token are reported with the next that has one.
     proposed_tokens: computed tokens that a draft proposed; accepted_tokens: proposed tokens that the model chose, too.

@@ -108,6 +108,8 @@ class EngineRig:
         requests: int,
         step_tokens: int,
         graphs: Graphs = "none",
+        *,
+        ahead: bool = False,
     ) -> None:
         self.model = model
         self.geometry = model.spec.geometry
@@ -122,7 +124,7 @@ class EngineRig:
             )
         )
         self._graphs = None if graphs == "none" else self._pass_graphs(requests, by_length=graphs == "graphs")
-        self.engine = Engine(model, self.kv, step_tokens, time.monotonic, self._graphs)
+        self.engine = Engine(model, self.kv, step_tokens, time.monotonic, self._graphs, ahead=ahead)
         self._next = 0
 
     def _pass_graphs(self, requests: int, *, by_length: bool) -> PassGraphs:
@@ -218,13 +220,13 @@ class EngineRig:
 
 @contextmanager
 def engine_rig(
-    device: Device, frames: int, requests: int, step_tokens: int, graphs: Graphs = "none"
+    device: Device, frames: int, requests: int, step_tokens: int, graphs: Graphs = "none", *, ahead: bool = False
 ) -> Iterator[EngineRig]:
-    """An engine on the random model with a GPU tier of its own."""
+    """An engine on the random model with a GPU tier of its own; `ahead` as in `Engine`."""
     model = random_model(device)
     with ExitStack() as stack:
         memory = stack.enter_context(device.memory())
-        rig = EngineRig(model, memory, frames, requests, step_tokens, graphs)
+        rig = EngineRig(model, memory, frames, requests, step_tokens, graphs, ahead=ahead)
         stack.callback(rig.close)
         yield rig
 

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,15 @@ from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
 from prefixd.cache.placement.movement import Movement
 from prefixd_swap import CpuArena, FramePool, HostPin, create_copy_engine
 from prefixd_swap.copies.copy_engine import CopyEngine
+from prefixd_swap.padded_rows import PaddedRows
 from prefixd_swap.tiers import CpuTier, GpuTier, Int64s, MemoryCopies, MemoryTier
 from prefixd_swap.transfers import Transfers, Urgency
 
 _MIB = 1 << 20
 PIECES_MIB = (4, 16, 32, 64)
 BLOCK_BYTES = CHUNK_BYTES
+PADDED_KIB = ((12, 32), (56, 64))
+"""Bytes of a token and its stride, of blocks that are packed on their way: Qwen2.5-0.5B, Qwen2.5-7B."""
 _PIN_S = 60.0
 _PAUSE_S = 1e-3  # before a demand copy, so that background pieces are under way
 
@@ -38,6 +41,9 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
         gbps             of the transfer, from its submission to its end
         loop_ms_per_gib  processor time of the event loop's thread (without a GPU's time: `benchmarks.host_share`)
         demand_ms        [median, longest] of a copy of one block for demand, while write-back keeps the way busy
+
+    Further points, with `width_kib`, are of blocks whose tokens are padded on the GPU and packed in CPU memory, in
+    pieces of 32 MiB; their bytes are the packed ones.
 
     Every byte that comes back is compared. Raises RuntimeError when one is wrong.
     """
@@ -81,12 +87,14 @@ class Memory:
                 raise RuntimeError(f"only {pin.pinned_bytes} of {arena.capacity_bytes} bytes were pinned")
 
     def clear(self) -> None:
+        """Zeros what comes back."""
         for slot in self.back[:, 0].tolist():
             self._bytes(slot)[:] = 0
 
-    def check(self) -> None:
+    def check(self, nbytes: int = CHUNK_BYTES) -> None:
+        """Compares what came back of each block, `nbytes` bytes. Raises RuntimeError."""
         for was, came in zip(self.source[:, 0].tolist(), self.back[:, 0].tolist(), strict=True):
-            if not np.array_equal(self._bytes(was), self._bytes(came)):
+            if not np.array_equal(self._bytes(was)[:nbytes], self._bytes(came)[:nbytes]):
                 raise RuntimeError("what came back from the GPU is not what was copied to it")
 
     def _bytes(self, slot: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -103,13 +111,14 @@ class Way:
     target: MemoryTier
     into: Int64s
     urgency: Urgency
+    padded: PaddedRows | None = None
 
 
-def ways_of(memory: Memory) -> tuple[Way, Way]:
+def ways_of(memory: Memory, padded: PaddedRows | None = None) -> tuple[Way, Way]:
     """To the GPU for demand, and from there as write-back."""
     return (
-        Way("h2d", memory.cpu, memory.source, memory.gpu, memory.frames, Urgency.DEMAND),
-        Way("d2h", memory.gpu, memory.frames, memory.cpu, memory.back, Urgency.WRITE_BACK),
+        Way("h2d", memory.cpu, memory.source, memory.gpu, memory.frames, Urgency.DEMAND, padded),
+        Way("d2h", memory.gpu, memory.frames, memory.cpu, memory.back, Urgency.WRITE_BACK, padded),
     )
 
 
@@ -138,7 +147,36 @@ async def _measure(memory: Memory, device: Device, rounds: int, budget: Budget) 
                 memory.check()
                 these[1]["demand_ms"] = await _demand_ms(engine, ways[1], piece_mib, 40 if device.measures else 4)
                 points += these
+        for width_kib, stride_kib in PADDED_KIB:
+            what = f"tokens of {width_kib} KiB, {stride_kib} KiB apart"
+            if budget.allows(what):
+                with budget.attempt(what):
+                    points += await _padded(memory, engine, width_kib, stride_kib, rounds)
     return {"bytes": memory.nbytes, "block_bytes": CHUNK_BYTES, "points": points}
+
+
+async def _padded(
+    memory: Memory, engine: CopyEngine, width_kib: int, stride_kib: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Both ways of blocks whose tokens are padded on the GPU."""
+    rows = PaddedRows(stride_kib << 10, width_kib << 10, CHUNK_BYTES)
+    memory.clear()
+    points = []
+    for way in ways_of(memory, rows):
+        seconds, loop_s = await moved(engine, way, 32, rounds)
+        nbytes = len(way.out) * rows.packed_bytes
+        points.append(
+            {
+                "way": way.name,
+                "piece_mib": 32,
+                "width_kib": width_kib,
+                "stride_kib": stride_kib,
+                "gbps": round(nbytes / seconds / 1e9, 3),
+                "loop_ms_per_gib": round(loop_s * 1e3 * (1 << 30) / nbytes, 3),
+            }
+        )
+    memory.check(rows.packed_bytes)
+    return points
 
 
 async def moved(engine: CopyEngine, way: Way, piece_mib: int, rounds: int) -> tuple[float, float]:
@@ -160,8 +198,8 @@ async def _demand_ms(engine: CopyEngine, way: Way, piece_mib: int, samples: int)
     """Median and longest milliseconds of a copy of one block for demand, while the others are written back."""
     transfers = Transfers()
     copies = MemoryCopies(engine, transfers, piece_bytes=piece_mib * _MIB)
-    one = Way(way.name, way.source, way.out[:1], way.target, way.into[:1], Urgency.DEMAND)
-    others = Way(way.name, way.source, way.out[1:], way.target, way.into[1:], Urgency.WRITE_BACK)
+    one = replace(way, out=way.out[:1], into=way.into[:1], urgency=Urgency.DEMAND)
+    others = replace(way, out=way.out[1:], into=way.into[1:], urgency=Urgency.WRITE_BACK)
     stopping = False
 
     async def keep_busy() -> None:
@@ -182,7 +220,8 @@ async def _demand_ms(engine: CopyEngine, way: Way, piece_mib: int, samples: int)
 
 
 async def _move(copies: MemoryCopies, way: Way, urgency: Urgency) -> None:
-    submitted = copies.submit(way.source, way.out, way.target, way.into, [CHUNK_BYTES], urgency)
+    nbytes = CHUNK_BYTES if way.padded is None else way.padded.packed_bytes
+    submitted = copies.submit(way.source, way.out, way.target, way.into, [nbytes], urgency, padded=[way.padded])
     failed = [error for error in await Movement(urgency).run(submitted) if error is not None]
     if failed:
         raise failed[0]
@@ -195,6 +234,15 @@ PREDICTIONS = tuple(
         point_figure("gbps", way=way, piece_mib=32),
         at_least=42.0,
     )
+    for way in ("h2d", "d2h")
+) + tuple(
+    Prediction(
+        f"blocks of tokens of {width} KiB, {stride} KiB apart on the GPU, packed on their way, {way}",
+        "40 GB/s or more of packed bytes",
+        point_figure("gbps", way=way, width_kib=width),
+        at_least=30.0,
+    )
+    for width, stride in PADDED_KIB
     for way in ("h2d", "d2h")
 )
 

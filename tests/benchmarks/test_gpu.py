@@ -88,6 +88,7 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     copies = parts["daemon_copies"]
     assert {(p["way"], p["piece_mib"]) for p in copies["points"]} == {(w, m) for w in ("h2d", "d2h") for m in SIZES}
     assert all(point["gbps"] > 0 and point["loop_ms_per_gib"] > 0 for point in copies["points"])
+    assert [point["width_kib"] for point in copies["points"] if "width_kib" in point] == [12, 12, 56, 56]
     attention = parts["attention"]
     measured = {(p["shape"], p["layout"], p["phase"], p["batch"]) for p in attention["points"]}
     assert len(measured) == 2 * 2 * 2, "two shapes, phases and batches"

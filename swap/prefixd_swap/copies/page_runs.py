@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from prefixd_swap.copies.strided_copies import Rows
+from prefixd_swap.copies.strided_copies import LONGEST_PITCH, Rows
 
 Ids = npt.NDArray[np.int64]
 
@@ -91,6 +91,7 @@ class PackedPages:
         """The copies that one strided call each can make, and the rest.
 
             layers outermost, blocks of a part follow each other: a row a layer    | L0 b4 b5 | L1 b4 b5 | ...
+                (not where a layer's region is longer than a pitch may be, 2 GiB)
             blocks outermost: of each block a row a layer                          | L0 b4 |..| L1 b4 |..|
 
         Args:
@@ -109,7 +110,7 @@ class PackedPages:
             first.stride == first.nbytes
             and width >= row_bytes
             and count * width >= call_bytes
-            and (count == 1 or apart >= width)
+            and (count == 1 or width <= apart <= LONGEST_PITCH)
         ):
             left = (self.ids[:, 0] == NO_BLOCK) | (np.diff(self.ids, axis=1) != 1).any(axis=1)
             for block, host in zip(self.ids[~left, 0].tolist(), self.addresses[~left].tolist(), strict=True):

@@ -12,14 +12,15 @@ import numpy.typing as npt
 from prefixd_swap.copies.pinning import pieces
 from prefixd_swap.vmem.cuda_driver import CudaDevice
 
-_LONGEST_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device
+LONGEST_PITCH = (1 << 31) - 1
+"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """`rows` rows of `width` bytes, on the host every `host_pitch` bytes, on the device every `device_pitch`.
 
-    A pitch is at least the width.
+    A pitch is at least the width, and with several rows at most LONGEST_PITCH.
     """
 
     host: int
@@ -49,7 +50,7 @@ def evenly_spaced(addresses: npt.NDArray[np.int64], width: int) -> Iterator[tupl
             change += 1
         last = changes[change] if change < len(changes) else first  # index of the last address with this step
         pitch = int(steps[first]) if last > first else width
-        if pitch > _LONGEST_PITCH:
+        if pitch > LONGEST_PITCH:
             last, pitch = first, width
         yield first, last - first + 1, pitch
         first = last + 1

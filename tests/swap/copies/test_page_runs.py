@@ -51,6 +51,9 @@ def test_with_layers_outermost_a_part_of_blocks_that_follow_each_other_is_one_st
     for short in ((129 * KIB, 1), (1, 257 * KIB)):
         rows, rest = packed.without_packing(*short)
         assert not rows and rest is not None and len(rest.ids) == 2, "rows or calls are too short"
+    far = PackedPages([PageRun(layer << 31, 64 * KIB, 64 * KIB) for layer in range(2)], packed.ids, packed.addresses)
+    rows, rest = far.without_packing(1, 1)
+    assert not rows and rest is not None and len(rest.ids) == 2, "the driver takes no pitch of 2 GiB"
 
 
 def test_with_blocks_outermost_each_block_is_one_strided_copy() -> None:

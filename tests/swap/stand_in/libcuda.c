@@ -569,7 +569,8 @@ static Result copy(void *stream, int kind, uintptr_t dst, uintptr_t src, size_t 
 }
 static Result copy_2d(const Copy2D *c, void *stream) {
   NEEDS_CONTEXT;
-  if (c->src.x || c->src.y || c->dst.x || c->dst.y || !c->height || c->width > c->src.pitch || c->width > c->dst.pitch)
+  if (c->src.x || c->src.y || c->dst.x || c->dst.y || !c->height || c->width > c->src.pitch || c->width > c->dst.pitch ||
+      c->src.pitch > INT32_MAX || c->dst.pitch > INT32_MAX)
     return INVALID_VALUE;
   if (c->src.type == HOST_MEMORY && c->dst.type == DEVICE_MEMORY)
     return copy_rows(stream, COPY_TO_DEVICE, c->dst.device, (uintptr_t)c->src.host, c->width, c->height, c->dst.pitch,

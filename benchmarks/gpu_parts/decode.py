@@ -1,10 +1,10 @@
-"""Tokens a second in decoding: eager, with CUDA graphs, with fewer operators a layer (`worker.operators`), and with
-tokens that are read a step late (`worker.async_scheduling`)."""
+"""Tokens a second in decoding: eager, with CUDA graphs, and with fewer operators a layer (`worker.operators`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.gpu_parts.rig.device import Device
@@ -14,52 +14,62 @@ from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.operators import Operators
 
-_CONTEXTS = {1024: (1, 8, 64, 128, 256), 16384: (1, 8, 32, 64)}
-_EAGER = {1024: (1, 8, 64)}
-_SMALL_CONTEXTS = {64: (1, 2)}
 _STEPS = 30
 _SPARE_BYTES = 8 << 30
-MODES: tuple[tuple[str, Graphs], ...] = (
-    ("eager", "none"),
-    ("graphs of one length", "one length"),
-    ("graphs", "graphs"),
-    ("graphs, merged", "graphs"),
-    ("graphs, fused", "graphs"),
-    ("graphs, fused, read late", "graphs"),
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How decode steps are computed. ahead: a step is queued before the tokens of the last one are read.
+
+    batches: requests at once, by their tokens; those that do not fit into memory are left out.
+    """
+
+    name: str
+    graphs: Graphs
+    operators: Operators = "model"
+    ahead: bool = False
+    batches: Mapping[int, Sequence[int]] = field(
+        default_factory=lambda: {1024: (1, 8, 64, 128, 256), 16384: (1, 8, 32, 64)}
+    )
+
+
+DEFAULT = "graphs, fused, read late"
+"""What the worker does without settings."""
+MODES = (
+    Mode("eager", "none", batches={1024: (1, 8, 64)}),
+    Mode("graphs of one length", "one length", batches={1024: (64,), 16384: (8,)}),
+    Mode("graphs", "graphs"),
+    Mode("graphs, merged", "graphs", "merged", batches={1024: (1, 64)}),
+    Mode("graphs, fused", "graphs", "fused", batches={1024: (1, 64)}),
+    Mode(DEFAULT, "graphs", "fused", ahead=True),
 )
-"""The last is what the worker has by default. "graphs" differs from "graphs of one length" by the keys for which flash
-attention divides its work: as many as the batch has, up to a power of two, in place of a row's."""
-_REWRITTEN: dict[str, Operators] = {
-    "graphs, merged": "merged",
-    "graphs, fused": "fused",
-    "graphs, fused, read late": "fused",
-}
+"""Graphs of one length have flash attention divide its work by as many keys as a row has; the others by as many as the
+batch has, up to a power of two."""
+SMALL = {64: (1, 2)}
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
-    """Tokens a second by batch and context, through the worker's engine; tokens are read at once, but in the last mode.
+    """Tokens a second by batch and context, through the worker's engine.
 
     With graphs where the worker would use them: with flash attention; "graphs" says why not. "operators" says how far
     the layers could be rewritten for the last mode. Without a GPU nothing is compiled.
     """
-    steps = _STEPS if device.measures else 2
-    contexts = _CONTEXTS if device.measures else _SMALL_CONTEXTS
     model = random_model(device)
     attention = type(model.attention).__name__
     graphs = isinstance(model.attention, FlashAttention)
     reason = "captured" if graphs else f"not captured: attention is {attention}"
     points: list[dict[str, Any]] = []
     rewritten: Operators = "model"
-    for mode, kind in MODES if graphs else MODES[:1]:
-        operators = _REWRITTEN.get(mode, "model")
-        if operators != rewritten:  # to compile takes its time
-            model.rewrite("merged" if operators == "fused" and not device.measures else operators)
-            rewritten = operators
-        for context, batches in (_EAGER if kind == "none" and device.measures else contexts).items():
-            name = f"{mode}, {context} tokens"
+    for mode in MODES if graphs else MODES[:1]:
+        if mode.operators != rewritten:  # to compile takes its time
+            model.rewrite(mode.operators if device.measures or mode.operators != "fused" else "merged")
+            rewritten = mode.operators
+        for context, batches in (mode.batches if device.measures else SMALL).items():
+            name = f"{mode.name}, {context} tokens"
             if budget.allows(name):
                 with budget.attempt(name):
-                    points += _points(device, budget, mode, kind, context, batches, steps)
+                    points += _points(device, budget, mode, context, batches)
     return {
         "model": shape(model),
         "graphs": reason,
@@ -68,27 +78,25 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     }
 
 
-def _points(
-    device: Device, budget: Budget, mode: str, kind: Graphs, context: int, batches: tuple[int, ...], steps: int
-) -> list[dict[str, Any]]:
-    geometry = random_model(device).spec.geometry
+def _points(device: Device, budget: Budget, mode: Mode, context: int, batches: Sequence[int]) -> list[dict[str, Any]]:
+    geometry, steps = random_model(device).spec.geometry, _STEPS if device.measures else 2
     blocks = -(-(context + 2 * steps + 8) // geometry.block_tokens)
     if device.measures:
         room = (device.free_bytes() - _SPARE_BYTES) // (blocks * geometry.block_bytes)
         lacking = [batch for batch in batches if batch > room]
-        budget.skipped += [f"{mode}, {context} tokens, {batch} requests: no memory" for batch in lacking]
-        batches = tuple(batch for batch in batches if batch <= room)
+        budget.skipped += [f"{mode.name}, {context} tokens, {batch} requests: no memory" for batch in lacking]
+        batches = [batch for batch in batches if batch <= room]
     if not batches:
         return []
     points = []
-    with engine_rig(device, max(batches) * blocks, max(batches) + 1, 512, kind, ahead=mode == MODES[-1][0]) as rig:
+    with engine_rig(device, max(batches) * blocks, max(batches) + 1, 512, mode.graphs, ahead=mode.ahead) as rig:
         rig.zero(frames := rig.frames(max(batches) * blocks))  # what is cached is zeros: any numbers will do
         rig.pool.free(frames)
         _throughput(rig, 1, context, blocks, steps)  # the first steps choose kernels
         for batch in batches:
-            if budget.allows(f"{mode}, {context} tokens, {batch} requests"):
-                tokens_s = _throughput(rig, batch, context, blocks, steps)
-                points.append({"mode": mode, "batch": batch, "context_tokens": context, "tokens_per_s": tokens_s})
+            if budget.allows(f"{mode.name}, {context} tokens, {batch} requests"):
+                rate = _throughput(rig, batch, context, blocks, steps)
+                points.append({"mode": mode.name, "batch": batch, "context_tokens": context, "tokens_per_s": rate})
     return points
 
 
@@ -123,7 +131,7 @@ def _ratio(over: str, under: str, **conditions: object) -> Callable[[Mapping[str
     return find
 
 
-def _rate(batch: int, context: int = 1024, mode: str = MODES[-1][0]) -> Callable[[Mapping[str, Any]], float | None]:
+def _rate(batch: int, context: int = 1024, mode: str = DEFAULT) -> Callable[[Mapping[str, Any]], float | None]:
     return point_figure("tokens_per_s", mode=mode, batch=batch, context_tokens=context)
 
 
@@ -142,7 +150,7 @@ PREDICTIONS = (
     Prediction(
         "tokens read late over tokens read at once, 64 requests of 1,024 tokens",
         "1.05 to 1.15 times",
-        _ratio("graphs, fused, read late", "graphs, fused", batch=64, context_tokens=1024),
+        _ratio(DEFAULT, "graphs, fused", batch=64, context_tokens=1024),
         at_least=1.02,
     ),
 )

@@ -212,8 +212,8 @@ class ElasticTier:
             await self._end_change()
             if decision.frames > load.size:
                 await self._add(pool, size, decision)
-            else:
-                self._target = decision.frames
+            else:  # more than the size where the device lacks memory for requests
+                self._target = max(decision.frames, min(load.required, size.bounds.most))
         if self._asks or max(load.required, load.useful) > pool.capacity:
             self._full_until_s = self._clock() + LOOK_S
             self._answer(False)

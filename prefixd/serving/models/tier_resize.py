@@ -24,6 +24,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 from prefixd.base.errors import (
     ExhaustedError,
@@ -174,6 +175,8 @@ class TierResize:
             check_guarantees({each.name: each.quota for each in self._cache.tenants}, tier.name, nbytes)
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from None
+        if self._begun and not (self._change is not None and self._change.by_itself):
+            self._refuse_second(frame_bytes)
         if self.limit is not None:
             if frames > pool.most:
                 raise ExhaustedError(
@@ -181,8 +184,7 @@ class TierResize:
                 )
             frames = await self.limit(frames)
         if self._begun:
-            going = "" if self._change is None else f" to {self._change.frames * frame_bytes} bytes"
-            raise PreconditionError(f"the gpu tier is being resized{going} now; wait for its end, or end it")
+            self._refuse_second(frame_bytes)
         self._begun = True
         try:
             await _check_fits(pool, frames)
@@ -241,6 +243,10 @@ class TierResize:
         self._stopping = True
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _refuse_second(self, frame_bytes: int) -> NoReturn:
+        going = "" if self._change is None else f" to {self._change.frames * frame_bytes} bytes"
+        raise PreconditionError(f"the gpu tier is being resized{going} now; wait for its end, or end it")
 
     def _tier(self) -> GpuTier:
         if self._stopping:

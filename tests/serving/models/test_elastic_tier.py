@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.base.errors import ExhaustedError, InvalidArgumentError
+from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError
 from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
 from prefixd.serving.models import elastic_tier, tier_resize
@@ -151,6 +151,7 @@ async def test_a_request_that_fits_the_most_waits_for_the_device(elastic: Any) -
         large = bench.submit(range(40), max_tokens=8)  # 12 blocks
         await bench.quiet()
         assert large.state is RequestState.WAITING and e.pool.capacity == LEAST
+        await until(lambda: e.tier.figures.target_bytes == 12 * FRAME)
         bench.now += 20
         e.others = 0
         await until(lambda: large.state is RequestState.RUNNING)
@@ -228,6 +229,15 @@ async def test_a_resize_sets_its_most(elastic: Any) -> None:
         await bench.finish(again)
         done = await e.resize_to(MOST)
         assert done.nbytes == 10 * FRAME and e.tier.figures.most_bytes == MOST * FRAME, "it grows when it is wanted"
+        running = bench.submit(range(300, 324), max_tokens=16)  # 10 blocks
+        await bench.running(running)
+        shrinking = asyncio.create_task(e.resize_to(6))
+        await until(lambda: e.resize.busy)
+        with pytest.raises(PreconditionError, match="being resized to"):
+            await e.resize_to(12)
+        assert e.tier.figures.most_bytes == 6 * FRAME
+        await bench.finish(running)
+        assert (await shrinking).nbytes == 6 * FRAME
         with pytest.raises(InvalidArgumentError, match=f"below the tier's least, {LEAST * FRAME} "):
             await e.resize_to(LEAST - 1)
         with pytest.raises(ExhaustedError, match=f"can ever have; give at most {MOST * FRAME}"):

@@ -112,6 +112,37 @@ def test_a_mapped_prefix_gives_the_same_tokens_and_is_not_computed_again(make: M
     assert sum(step.computed_tokens for step in rig.steps) == length + 7 - cached * rig.block_tokens
 
 
+@pytest.mark.skipif(STAND_IN, reason="on a CPU both are the same tiles, see test_attention.py")
+@pytest.mark.parametrize("way", ["auto", "extents"])
+def test_block_tables_generate_what_virtual_tensors_do(wide_llama_directory: Path, rig_type: type, way: str) -> None:
+    """A prefix is shared by its frames, in whatever order they lie."""
+    prefix = random_tokens(8, 64)
+    prompts = [[*prefix, *random_tokens(seed, 20)] for seed in (1, 2, 3)]
+    found = {}
+    for kv, attention in (("virtual", "auto"), ("paged", way)):
+        settings = WorkerSettings(
+            model=str(wide_llama_directory),
+            device=DEVICE,
+            dtype="float32",
+            chunk_bytes=CUDA_CHUNK_BYTES,
+            kv=kv,
+            attention=attention,
+        )
+        rig = rig_type(load_model(read_model_spec(settings), paged=kv == "paged"), 40, device="cuda", kv=kv)
+        try:
+            shared = rig.frames(rig.blocks(64))
+            rig.generate(prompts[0], frames=[*shared, *rig.frames(2)])
+            requests = [
+                rig.start(prompt, frames=[*shared, *rig.frames(2)[::-1]], cached_blocks=len(shared), temperature=0.0)
+                for prompt in prompts
+            ]
+            rig.run()
+            found[kv] = [rig.tokens[request] for request in requests]
+        finally:
+            rig.close()
+    assert found["paged"] == found["virtual"]
+
+
 def test_two_requests_on_one_prefix_at_once_generate_what_they_generate_alone(make: Make) -> None:
     rig = make()
     prefix = random_tokens(7, 64)

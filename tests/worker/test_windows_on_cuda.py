@@ -1,8 +1,8 @@
 """Models whose layers keep different things, on CUDA memory, against transformers.
 
 With a GPU the model runs there too; against the stand-in driver (`tests/swap/test_cuda_stand_in.py`) on the CPU. In
-32-bit numbers attention on a GPU is FlexAttention, and the same greedy tokens come out. Gemma 2 caps logits, GPT-OSS
-has sinks.
+32-bit numbers attention on a GPU is the kernel in Triton, or FlexAttention if that is asked for, and the same greedy
+tokens come out. Gemma 2 caps logits, GPT-OSS has sinks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,27 @@ pytestmark = [
 ]
 
 
+# On the CPU all ways are one.
+WAYS = [("auto", "virtual")] if STAND_IN else [("auto", "virtual"), ("flex", "virtual"), ("auto", "paged")]
+
+
 # A block of llama4_text, in chunks of 2 MiB, has more tokens than its chunks of attention.
+@pytest.mark.parametrize(("attention", "kv"), WAYS)
 @pytest.mark.parametrize("name", [name for name in WINDOWED if name != "llama4_text"])
-def test_a_batch_generates_what_transformers_does(name: str, rig_type: type, tmp_path: Path) -> None:
+def test_a_batch_generates_what_transformers_does(
+    name: str, attention: str, kv: str, rig_type: type, tmp_path: Path
+) -> None:
     reference = build_grouped(name)
     reference.save_pretrained(tmp_path)
     settings = WorkerSettings(
-        model=str(tmp_path), device="cpu" if STAND_IN else "cuda", dtype="float32", chunk_bytes=CUDA_CHUNK_BYTES
+        model=str(tmp_path),
+        device="cpu" if STAND_IN else "cuda",
+        dtype="float32",
+        chunk_bytes=CUDA_CHUNK_BYTES,
+        attention=attention,
+        kv=kv,
     )
-    rig = rig_type(load_model(read_model_spec(settings)), 16, device="cuda", requests=4)
+    rig = rig_type(load_model(read_model_spec(settings), paged=kv == "paged"), 24, device="cuda", requests=4, kv=kv)
     try:
         prompts = [
             np.random.default_rng(seed).integers(3, 90, count).tolist() for seed, count in ((1, 5), (2, 70), (3, 33))

@@ -38,7 +38,13 @@ from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention
 from prefixd.worker.attention.kernels.extent_call import ExtentKernel
 from prefixd.worker.attention.kernels.extent_check import find_extent_kernel
-from prefixd.worker.attention.kernels.flash_kernels import AloneKernel, find_kernel, flash_alone, why_no_lse
+from prefixd.worker.attention.kernels.flash_kernels import (
+    AloneKernel,
+    find_kernel,
+    flash_alone,
+    why_no_lse,
+    why_not_alone,
+)
 from prefixd.worker.memory.kv_memory import StepKv
 from prefixd.worker.memory.paged_kv import PagedStep
 from prefixd.worker.memory.virtual_kv import VirtualStep
@@ -67,11 +73,13 @@ class Ways:
         self._extents: ExtentKernel | None = extent_reference
         self._why_no_triton = why_not_shape(geometry.block_tokens, heads.query_heads // heads.kv_heads) or ""
         self._why_no_split: str | None = None
+        self._why_not_alone: str | None = None
         if device.measures:
             where = (heads.head_dim, torch.bfloat16, device.torch_device)
             self._alone, self._varlen = flash_alone, find_kernel(*where)
             if self._varlen is not None:
                 self._why_no_split = why_no_lse(self._varlen, *where)
+            self._why_not_alone = why_not_alone(self._alone, *where)
             self._extents, reason = find_extent_kernel(heads.query_heads, heads.kv_heads, *where)
             self._why_no_triton = self._why_no_triton or reason
 
@@ -87,6 +95,8 @@ class Ways:
                 reason = "no flash attention for bfloat16" if self._varlen is None else None
                 if splits_of(way) is not None:
                     reason = reason or self._why_no_split
+                elif way == "alone":
+                    reason = reason or self._why_not_alone
             if reason:
                 found[way] = reason
         return found

@@ -14,7 +14,7 @@ from prefixd.worker.attention.choice.pass_plan import PassPlan, split_long
 from prefixd.worker.attention.decode_graphs import DecodeStep
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.kernels import flash_kernels, merge_kernel
-from prefixd.worker.attention.kernels.flash_kernels import why_no_lse
+from prefixd.worker.attention.kernels.flash_kernels import flash_alone, why_no_lse, why_not_alone
 from prefixd.worker.attention.kernels.merge_kernel import OwnPart, Parts
 from prefixd.worker.attention.split_prefix import piece_size
 from prefixd.worker.memory.kv_memory import Segment
@@ -183,3 +183,14 @@ def test_captured_decodes_are_split_by_the_lengths_of_each_pass(pieces: int) -> 
         expected = FlashAttention(varlen_reference).begin(VirtualStep(kv, segments, rows)).attend(query, 0, 0.25)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert backend.calls == 2
+
+
+def test_the_kernel_for_one_sequence_is_used_only_where_a_check_finds_it_right() -> None:
+    where = (64, torch.float32, torch.device("cpu"))
+    assert why_not_alone(alone_reference, *where) is None
+    assert "cannot run" in str(why_not_alone(flash_alone, *where)), "torch has no such operator on a CPU"
+
+    def uncausal(query, key, value, *, scale):
+        return alone_reference(query[:1].expand_as(query).contiguous(), key, value, scale=scale)
+
+    assert "is wrong" in str(why_not_alone(uncausal, *where))

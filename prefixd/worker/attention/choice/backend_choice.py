@@ -15,7 +15,13 @@ from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
 from prefixd.worker.attention.kernels.extent_call import ExtentKernel
 from prefixd.worker.attention.kernels.extent_check import find_extent_kernel
-from prefixd.worker.attention.kernels.flash_kernels import VarlenKernel, find_kernel, flash_alone, why_no_lse
+from prefixd.worker.attention.kernels.flash_kernels import (
+    VarlenKernel,
+    find_kernel,
+    flash_alone,
+    why_no_lse,
+    why_not_alone,
+)
 from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.spec.model_spec import ModelSpec
 from prefixd.worker.spec.probe import AttentionLayer
@@ -66,7 +72,7 @@ def _choose_on_cuda(
     if way != "flex":
         varlen = find_kernel(geometry.head_dim, getattr(torch, spec.dtype), spec.device)
         if varlen is not None:
-            flash = _flash(spec, varlen, geometry)
+            flash = _flash(spec, varlen, geometry, note)
             if refusal(_with_chunks(flash, kinds), kinds) is None:
                 return flash
         kernel, why_not = _extent_kernel(spec, geometry, heads)
@@ -91,11 +97,14 @@ def _with_chunks(backend: AttentionBackend, kinds: Iterable[AttentionKind]) -> A
     return ChunkedAttention(backend) if any(kind.chunk is not None for kind in kinds) else backend
 
 
-def _flash(spec: ModelSpec, kernel: VarlenKernel, geometry: KvGeometry) -> FlashAttention:
+def _flash(
+    spec: ModelSpec, kernel: VarlenKernel, geometry: KvGeometry, note: Callable[[str], None] = lambda line: None
+) -> FlashAttention:
     """Flash attention that plans its passes as `worker.attention` says."""
     if spec.attention_way == "plain":
         return FlashAttention(kernel)
-    reason = why_no_lse(kernel, geometry.head_dim, getattr(torch, spec.dtype), spec.device)
+    where = (geometry.head_dim, getattr(torch, spec.dtype), spec.device)
+    reason = why_no_lse(kernel, *where)
     plan: Plan
     if spec.attention_way == "split":
         if reason is not None:
@@ -108,7 +117,11 @@ def _flash(spec: ModelSpec, kernel: VarlenKernel, geometry: KvGeometry) -> Flash
         heads = max(layer.query_heads for layer in spec.attention)
         name = torch.cuda.get_device_name(spec.device) if torch.cuda.is_available() else ""
         costs = read_costs(name, spec.attention_costs).of(heads, geometry.kv_heads, geometry.head_dim, spec.layout)
-        plan = CheapestPlan(costs, can_split=reason is None, can_alone=True)
+        why_not = why_not_alone(flash_alone, *where)
+        for line in (reason, why_not):
+            if line is not None:
+                note(f"attention of long prompts is slower: {line}")
+        plan = CheapestPlan(costs, can_split=reason is None, can_alone=why_not is None)
     return FlashAttention(kernel, plan, flash_alone)
 
 

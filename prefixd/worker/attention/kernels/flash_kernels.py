@@ -110,20 +110,23 @@ def why_no_lse(kernel: VarlenKernel, head_dim: int, dtype: torch.dtype, device: 
     keys, values = torch.randn((2, tokens, heads, head_dim), generator=generator).to(dtype)
     starts = [0, _CHECK_QUERIES[0], _CHECK_QUERIES[0] + _CHECK_QUERIES[1], rows]
     first_keys = [0, _CHECK_KEYS[0], _CHECK_KEYS[0] + _CHECK_KEYS[1]]
-    output, lse = kernel(
-        query.to(device),
-        keys.to(device),
-        values.to(device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
-        torch.tensor([*first_keys, tokens], dtype=torch.int32, device=device),
-        max(_CHECK_QUERIES),
-        max(_CHECK_KEYS),
-        scale=head_dim**-0.5,
-        window_size=(-1, -1),
-        enable_gqa=False,
-        seqused_k=torch.tensor(_CHECK_KEYS, dtype=torch.int32, device=device),
-        return_lse=True,
-    )
+    try:
+        output, lse = kernel(
+            query.to(device),
+            keys.to(device),
+            values.to(device),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor([*first_keys, tokens], dtype=torch.int32, device=device),
+            max(_CHECK_QUERIES),
+            max(_CHECK_KEYS),
+            scale=head_dim**-0.5,
+            window_size=(-1, -1),
+            enable_gqa=False,
+            seqused_k=torch.tensor(_CHECK_KEYS, dtype=torch.int32, device=device),
+            return_lse=True,
+        )
+    except RuntimeError as failure:
+        return f"the kernel cannot return it: {_line(failure)}"
     if lse.shape != (heads, rows):
         return f"the kernel returns a log-sum-exp of shape {list(lse.shape)} for {heads} heads and {rows} queries"
     for start, queries, first, used in zip(starts, _CHECK_QUERIES, first_keys, _CHECK_KEYS, strict=False):
@@ -140,3 +143,28 @@ def why_no_lse(kernel: VarlenKernel, head_dim: int, dtype: torch.dtype, device: 
         if wrong or not error <= _CHECK_TOLERANCE:
             return f"output or log-sum-exp of {queries} queries that see all of {used} keys is wrong"
     return None
+
+
+@functools.cache
+def why_not_alone(kernel: AloneKernel, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a kernel for one sequence cannot be used; None if it computes a small one right, with shared KV heads that
+    lie apart."""
+    generator = torch.Generator().manual_seed(4)
+    queries, tokens, kv_heads, group = 3, 70, 2, 2
+    query = torch.randn((queries, kv_heads * group, head_dim), generator=generator).to(dtype)
+    pairs = torch.randn((tokens, 2, kv_heads, head_dim), generator=generator).to(dtype)
+    there = pairs.to(device)
+    try:
+        found = kernel(query.to(device), there[:, 0], there[:, 1], scale=head_dim**-0.5).float().cpu()
+    except RuntimeError as failure:
+        return f"the kernel for one sequence cannot run: {_line(failure)}"
+    keys, values = pairs.float().repeat_interleave(group, dim=2).unbind(1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * head_dim**-0.5
+    hidden = torch.arange(tokens) > torch.arange(tokens - queries, tokens)[:, None]
+    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    error = float((found - expected).norm() / expected.norm())
+    return None if error <= _CHECK_TOLERANCE else f"the kernel for one sequence is wrong: relative error {error:.2g}"
+
+
+def _line(failure: RuntimeError) -> str:
+    return (str(failure).strip() or type(failure).__name__).splitlines()[0]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 
 from prefixd.worker.memory.frame_window import NO_PAGE, FrameWindow
+from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import FramePool, create_memory
+from prefixd_swap.vmem.fence import HostFence, Work
 
 FRAMES, MOST = 12, 16
 FRAME = 4096
@@ -42,6 +45,33 @@ def test_pages_of_groups_begin_at_any_frame_and_share_the_window(pool: FramePool
             assert view[first, :, 7].tolist() == list(range(first, first + pages.width))
     assert (narrow.count, wide.count) == (MOST - 1, MOST - 2)
     window.end()
+    window.end()
+
+
+def test_a_sequence_is_closed_when_the_device_has_done_what_was_queued(pool: FramePool) -> None:
+    """A pass that was queued ahead may still write into its pages, which others get then."""
+
+    class Device(HostFence):
+        def __init__(self) -> None:
+            self.waiting: list[Work] = []
+
+        def retire(self, streams: Iterable[int], work: Work) -> None:
+            self.waiting.append(work)
+
+        def poll(self, wait: bool = False) -> int:
+            for work in self.waiting if wait else ():
+                work()
+            return 0
+
+    window = window_of(pool)
+    window._fence = Device()
+    kv = PagedKv(window, KvGeometry(1, 1, 128, "float32", FRAME // 1024), max_tokens=64)
+    closed: list[str] = []
+    kv.close(kv.open([3, 4]), lambda: closed.append("closed"))
+    kv.poll()
+    assert not closed and not kv.pages.users
+    kv.poll(wait=True)
+    assert closed == ["closed"]
     window.end()
 
 

@@ -138,7 +138,7 @@ JENGA_FIGURES = (
         conditions="Llama 3.2 11B Vision on MMMU-pro, 6,193 tokens of an image and 43 of text a request (section 3.2)",
         ours="its 40 layers in small, 8 requests with an image of 6,404 patches and 42 tokens of text; counted",
         why="The requests are a little longer, and a block that is filled in part counts as needed.",
-        seconds=60,
+        seconds=80,
         timed=False,
         cpu=_one_size,
     ),
@@ -157,7 +157,7 @@ JENGA_FIGURES = (
         "`worker.groups = one`",
         why="How much is won depends on how much of the memory the baseline lacks. On a CPU a batch of more requests "
         "is no faster, so what is won comes from hits alone.",
-        seconds=170,
+        seconds=180,
         cpu=_throughput,
     ),
     Figure(
@@ -191,7 +191,7 @@ JENGA_FIGURES = (
         ours="2 to 12 chats of 4 turns of 256 tokens, in memory for 2.7 of them by the baseline's rule",
         why="A chat grows from turn to turn, an article does not. Windows are shorter than the paper's, so that more "
         "is won.",
-        seconds=120,
+        seconds=80,
         cpu=_articles,
     ),
     Figure(

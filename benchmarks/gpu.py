@@ -17,6 +17,7 @@ Measures on one GPU what decides how prefixd keeps KV there:
   decode          tokens a second of that model: eager, with CUDA graphs, with fewer operators, read late
   daemon          tokens a second of that model behind gRPC, with the daemon's own settings
   flex_attention  as attention, by FlexAttention
+  padded_tokens   decoding where tokens are padded for short blocks, and where they are not
 
 Without --json the result goes to <device>.json in --plot-dir or benchmarks/results. Each part has a time budget, all
 together about five minutes, and lists under "skipped" the points for which it had no time or memory. A part that
@@ -82,6 +83,7 @@ PARTS = (
     decode.PART,
     daemon.PART,
     attention.FLEX_PART,
+    attention.PADDED_PART,
 )
 _RESULTS = Path(__file__).resolve().parent / "results"
 

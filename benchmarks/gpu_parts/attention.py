@@ -17,7 +17,19 @@ from benchmarks.engines.varlen_reference import varlen_reference
 from benchmarks.gpu_parts.rig import choice_table
 from benchmarks.gpu_parts.rig.attention_ways import PAGED_WAYS, Attend, Ways, splits_of
 from benchmarks.gpu_parts.rig.device import Device
-from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, MHA, MQA, SMALL, Heads, Tensors, virtual_tensors
+from benchmarks.gpu_parts.rig.kv import (
+    GQA,
+    LAYOUTS,
+    MHA,
+    MQA,
+    QWEN,
+    QWEN_PADDED,
+    SMALL,
+    SMALL_PADDED,
+    Heads,
+    Tensors,
+    virtual_tensors,
+)
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
 from prefixd.worker.attention.choice.pass_plan import may_split
@@ -60,6 +72,12 @@ def measure_flex(device: Device, budget: Budget) -> Mapping[str, Any]:
     if not device.measures:
         raise Unavailable("FlexAttention without its compiled kernel reads memory that is not mapped")
     return _measure(device, budget, dict.fromkeys(itertools.product(("gqa",), LAYOUTS), ("flex", "triton")), [GQA])
+
+
+def measure_padded(device: Device, budget: Budget) -> Mapping[str, Any]:
+    """Microseconds a layer of one model, with padded tokens (`worker.block_padding`) and without."""
+    shapes = (QWEN, QWEN_PADDED) if device.measures else SMALL_PADDED
+    return _measure(device, budget, {(shape.name, "token"): ("contiguous",) for shape in shapes}, shapes)
 
 
 def write_costs(device: Device, answer: Mapping[str, Any]) -> Mapping[str, str]:
@@ -288,6 +306,16 @@ def _ratio(of: str, to: str, batch: int, tokens: int) -> Callable[[Mapping[str, 
     return find
 
 
+def _padding_ratio(batch: int, tokens: int) -> Callable[[Mapping[str, Any]], float | None]:
+    """Of decoding's time at a padded stride to that without."""
+
+    def find(answer: Mapping[str, Any]) -> float | None:
+        padded, plain = (_decode("contiguous_us", batch, tokens, shape.name)(answer) for shape in (QWEN_PADDED, QWEN))
+        return None if padded is None or not plain else round(padded / plain, 3)
+
+    return find
+
+
 PART = Part(
     "attention",
     70,
@@ -336,6 +364,19 @@ FLEX_PART = Part(
             "15 times",
             _ratio("flex", "triton", 8, 8192),
             at_least=8,
+        ),
+    ),
+)
+PADDED_PART = Part(
+    "padded_tokens",
+    12,
+    measure_padded,
+    predictions=(
+        Prediction(
+            "decode, 8 requests of 8,192 tokens, 56 KiB a token at a stride of 64 KiB to 56 KiB",
+            "1.0 to 1.05 times",
+            _padding_ratio(8, 8192),
+            at_most=1.15,
         ),
     ),
 )

@@ -80,6 +80,20 @@ def test_long_prompts_are_planned_apart_from_short_ones_and_from_decodes() -> No
     assert plan([2], [2]).one_call, "a first prompt has nothing before it"
 
 
+def test_captured_decodes_without_shared_heads_are_split_by_an_estimate() -> None:
+    """One query keeps one thread block a head busy, as long as there are few sequences."""
+    table = read_costs("NVIDIA H100 80GB HBM3")
+    alone, shared = (
+        CheapestPlan(table.of(32, heads, 128, "token"), can_split=True, can_alone=True) for heads in (32, 8)
+    )
+    assert alone([1], [32769], captured=True).pieces > 1
+    assert alone([1] * 4, [8193] * 4, captured=True).pieces > 1
+    for batch, keys in ((1, 1025), (8, 8193), (64, 1025), (64, 32769)):
+        assert alone([1] * batch, [keys] * batch, captured=True).one_call
+    for batch, keys in ((1, 32769), (8, 8193), (64, 1025)):
+        assert shared([1] * batch, [keys] * batch, captured=True).one_call, "the kernel splits them"
+
+
 def test_the_benchmark_writes_what_the_worker_reads(tmp_path: Path) -> None:
     points = [
         {"shape": "gqa", "layout": "token", "phase": "decode", "batch": 2, "tokens": 128, "contiguous_us": 9.0},

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.engines.varlen_reference import alone_reference, varlen_reference
+from prefixd.worker.attention import flash_attention, split_prefix
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
 from prefixd.worker.attention.captured import PassInputs
 from prefixd.worker.attention.choice.pass_plan import PassPlan, split_long
@@ -90,6 +91,29 @@ def test_a_window_that_hides_keys_has_one_call() -> None:
         found = begun.attend(query, 0, 0.25, kind)
         assert backend.calls == calls
         torch.testing.assert_close(found, FlashAttention(varlen_reference).begin(step).attend(query, 0, 0.25, kind))
+
+
+def test_a_pass_is_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the device takes the host longer than a kernel."""
+    copies = []
+    for module in (split_prefix, flash_attention):
+        make = module.to_device
+        monkeypatch.setattr(module, "to_device", lambda *values, make=make: copies.append(values) or make(*values))
+    make_all = split_prefix.uploaded
+    monkeypatch.setattr(split_prefix, "uploaded", lambda *values: copies.append(values) or make_all(*values))
+    segments = [Segment(None, 599, 600), Segment(None, 600, 620), Segment(None, 0, 30)]
+    step = step_of(segments, 2, torch.float64)
+    backend = FlashAttention(
+        varlen_reference,
+        lambda queries, keys, captured=False: PassPlan(together=(2,), decodes=(0,), split=(1,), pieces=2),
+    )
+    begun = backend.begin(step)
+    query = torch.randn((1, 4, 51, DIM), dtype=torch.float64)
+    begun.attend(query, 0, 0.25)
+    prepared = len(copies)
+    assert prepared <= 5
+    begun.attend(query, 0, 0.25)
+    assert len(copies) == prepared and backend.calls == 2 * 3
 
 
 def test_pieces_begin_at_whole_blocks_of_keys() -> None:

@@ -18,6 +18,7 @@ from prefixd.worker_protocol.errors import ModelError
 TOGETHER, ALONE = "together", "alone"
 _TABLES = Path(__file__).parent / "tables"
 _DEFAULT = "nvidia_h100"
+_MERGE_US = 12.0  # predicted: two small kernels; `benchmarks.gpu` measures ways to split as a whole
 
 
 def split(pieces: int) -> str:
@@ -48,21 +49,37 @@ class HeadCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str
     points: list[CostPoint]
 
-    def cheapest(self, queries: int, batch: int, tokens: int, ways: Collection[str]) -> str:
-        """The cheapest of `ways` at the nearest point; `TOGETHER` if none was measured.
+    def cheapest(self, queries: int, batch: int, tokens: int, ways: Collection[str], *, estimate: bool = False) -> str:
+        """The cheapest of `ways` and `TOGETHER` at the nearest point; `TOGETHER` if none was measured.
 
         A call for each sequence costs as many times more as there are more sequences than at that point; the others are
         taken to cost what they do there.
+        estimate: a way to split that was not measured there costs what so many more sequences, of so many fewer keys,
+            cost in one call, and merging; as far as so many were measured.
         """
-        points = [point for point in self.points if (point.queries == 1) == (queries == 1)]
-        if not points:
+        near = self._nearest(queries, batch, tokens)
+        if near is None:
             return TOGETHER
-        wanted = (queries, batch, tokens)
-        near = min(points, key=lambda point: _distance(wanted, (point.queries, point.batch, point.tokens)))
         costs = {way: near.us[way] for way in (TOGETHER, *ways) if way in near.us}
         if ALONE in costs:
             costs[ALONE] *= batch / near.batch
+        for way in ways if estimate else ():
+            count = batch * pieces_of(way)
+            if way not in near.us and way != ALONE and count <= max(point.batch for point in self.points):
+                alike = self._nearest(queries, count, tokens // pieces_of(way))
+                if alike is not None and TOGETHER in alike.us:
+                    costs[way] = alike.us[TOGETHER] + _MERGE_US
         return min(costs, key=costs.__getitem__, default=TOGETHER)
+
+    def _nearest(self, queries: int, batch: int, tokens: int) -> CostPoint | None:
+        """The nearest point, of those with single queries or of those with several."""
+        points = [point for point in self.points if (point.queries == 1) == (queries == 1)]
+        wanted = (queries, batch, max(tokens, 1))
+        return min(
+            points,
+            key=lambda point: _distance(wanted, (point.queries, point.batch, point.tokens)),
+            default=None,
+        )
 
 
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

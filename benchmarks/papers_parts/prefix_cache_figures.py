@@ -183,7 +183,7 @@ PREFIX_CACHE_FIGURES = (
         conditions="as text analysis; the three are identical within noise",
         ours=_OURS,
         why="Prefixes are chosen by chance, so no order predicts which comes next.",
-        seconds=100,
+        seconds=80,
         cpu=_evictions,
     ),
     Figure(
@@ -215,7 +215,7 @@ PREFIX_CACHE_FIGURES = (
         conditions="LLaMA 7B on an RTX 3090, LRU",
         ours=f"{_OURS}, and reads 50 MB/s",
         why=f"{_DRAWN}. A load that would take longer than computing is not made here, prefetched or not.",
-        seconds=150,
+        seconds=165,
         cpu=_prefetch,
     ),
     Figure(

@@ -63,7 +63,7 @@ TALK_FIGURES = (
         conditions=_FROM,
         ours="the small model, 6 prompts with ShareGPT's mean lengths; prompts, outputs and blocks a quarter as long",
         why="How long prompts are beside outputs decides; our lengths are drawn with ShareGPT's means, not from it.",
-        seconds=70,
+        seconds=100,
         timed=False,
         cpu=_sharing,
     ),
@@ -81,7 +81,7 @@ TALK_FIGURES = (
         ours="the same prompts; beams share blocks by mapping them",
         why="The beams of a random model descend from a few others sooner than those of a trained one, so they share "
         "more.",
-        seconds=70,
+        seconds=80,
         timed=False,
         cpu=_beams,
     ),

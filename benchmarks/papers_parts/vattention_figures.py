@@ -272,7 +272,7 @@ VATTENTION_FIGURES = (
         "computed once. GPU: a model of 8B's size on one GPU, 1,024 tokens a request",
         why="On a CPU block tables are copied together in every layer. The GPU's contexts are a sixteenth of the "
         "paper's.",
-        seconds=100,
+        seconds=70,
         cpu=_decode,
         gpu=_decode_on_gpu,
     ),

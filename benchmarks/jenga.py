@@ -20,8 +20,8 @@ chats at their end, and no other tier. (two: 1.5 times --share of what the chats
 
     baseline   one page size and one rule for all layers (worker.groups = "one"): layers with windows keep all tokens;
                blocks are as long as the largest layer's state, and a state is kept after each; no embedding of an
-               image is kept (worker.feature_bytes = 0). Two models have a daemon each with half of the memory, and
-               both run at the same time
+               image is kept (worker.keep_embeddings = false). Two models have a daemon each with half of the memory,
+               and both run at the same time
     virtual    of each layer what its rule needs, in chunks that serve any group (Jenga) and, in one daemon
                (worker.more_models), any model
     paged      the same through block tables (worker.kv = "paged"): large pages cut into pages of one size (Jenga's

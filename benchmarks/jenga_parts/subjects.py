@@ -16,7 +16,7 @@ BASELINE, JENGA, PAGED, HALVES = "baseline", "virtual", "paged", "halves"
 ALONE, DRAFT = "alone", "draft"
 DRAFT_TOKENS = 4
 WAYS: dict[str, dict[str, Any]] = {
-    BASELINE: {"worker.groups": "one", "worker.feature_bytes": 0},
+    BASELINE: {"worker.groups": "one", "worker.keep_embeddings": False},
     JENGA: {},
     PAGED: {"worker.kv": "paged"},
 }

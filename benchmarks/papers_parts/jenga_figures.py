@@ -97,7 +97,7 @@ def _articles(short: bool) -> Measured:
 
 
 def _vision(short: bool) -> Measured:
-    ways = {BASELINE: {"worker.feature_bytes": 0}, JENGA: {}}
+    ways = {BASELINE: {"worker.keep_embeddings": False}, JENGA: {}}
     found = _ways("vision", replace(SUBJECTS["vision"], ways=ways), _SHORT if short else _USUAL)
     rate = _ratio(found, "requests_per_s")
     details = {way: {name: of[name] for name in ("images", "encoded_images")} for way, of in found.items()}
@@ -204,7 +204,7 @@ JENGA_FIGURES = (
             Claim("latency", "latency", "x", 1.60),
         ),
         conditions="four models that read images, MMMU-pro, 1,024 tokens a step",
-        ours="chats in which each turn shows an image, 64 tokens a step, with and without `worker.feature_bytes`. A "
+        ours="chats in which each turn shows an image, 64 tokens a step, with and without `worker.keep_embeddings`. A "
         "fixed number of requests is under way, so latency follows from throughput",
         why="A small tower of 4 layers takes about as long as some hundred tokens do; large models have larger ones. "
         "Without a cache prefixd computes an image once a request, and not in each step.",

@@ -35,8 +35,9 @@ class KvShape:
         step_tokens: most tokens of a request that the worker computes at a time.
         needs: as `Hello.needs`.
         whole_pages: as `Hello.whole_pages`.
-        image_frames: of an image that is in no block of a prompt; see `Hello.image_group`.
+        image_frames: of the keys and values of an image, which are in no block of a prompt; see `Hello.image_group`.
         mapped_ahead: the worker maps memory beside its steps, so that it is told what will be wanted (`Expect`).
+        embeds: images have embeddings, in frames each.
     """
 
     groups: tuple[GroupShape, ...]
@@ -47,6 +48,7 @@ class KvShape:
     whole_pages: bool = False
     image_frames: int = 0
     mapped_ahead: bool = False
+    embeds: bool = False
 
     @classmethod
     def of(cls, hello: Hello, step_tokens: int) -> KvShape:
@@ -54,7 +56,9 @@ class KvShape:
         image_frames = 0 if hello.image_group is None else hello.image_group.frames
         margin, pages = hello.window_margin, hello.whole_pages
         ahead = hello.device != "cpu" and not pages
-        return cls(hello.groups, hello.block_tokens, margin, step_tokens, hello.needs, pages, image_frames, ahead)
+        embeds = hello.images is not None and hello.image_group is None
+        needs = hello.needs
+        return cls(hello.groups, hello.block_tokens, margin, step_tokens, needs, pages, image_frames, ahead, embeds)
 
     @cached_property
     def token_groups(self) -> tuple[GroupShape, ...]:
@@ -94,7 +98,7 @@ class KvShape:
     @property
     def all_widths(self) -> set[int]:
         """How many frames a slot may have."""
-        return {*self.block_widths, *self.state_widths, *self.image_widths}
+        return {*self.block_widths, *self.state_widths, *self.image_widths, *((1,) if self.embeds else ())}
 
     @cached_property
     def windowed(self) -> bool:

@@ -109,10 +109,10 @@ class WorkerSettings(Section):
     """The KV that is kept for models with different kinds of layers. by_rule: for each layer the part that its rule
     needs (Jenga). one: everything for all layers, in pages of one size, as a baseline to measure against: layers with
     windows keep all tokens, blocks are as long as the largest state, and a state is kept after each block."""
-    feature_bytes: Bytes = 256 << 20
-    """For models that read images: the size of the cache of image embeddings on the worker's device. The KV that the
-    cross-attention layers of Llama 3.2 Vision compute from an image is in the tiers instead: 202 MiB for the 11B model.
-    """
+    keep_embeddings: bool = True
+    """For models that read images: keep images' embeddings in the tiers while there is room, so that each is computed
+    once. false: embed the images of each prompt anew, as a baseline to measure against. The KV that the cross-attention
+    layers of Llama 3.2 Vision compute from an image is kept in any case: 202 MiB for the 11B model."""
     draft_model: AbsolutePath | None = None
     """Directory of a small Hugging Face model with the same tokens that proposes output, which the model checks several
     tokens at a time: the same answers in fewer passes of the model (speculative decoding). It runs on the same device,

@@ -15,7 +15,7 @@ from prefixd.worker.engine import Engine
 from prefixd.worker.load_graphs import load_graphs
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
-from prefixd.worker.memory.make_kv import make_kv
+from prefixd.worker.memory.make_kv import make_embeddings, make_kv
 from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.operators import Operators
@@ -82,6 +82,14 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
                 frames=message.most_frames,
                 background=background,
             )
+            embeddings = make_embeddings(
+                spec,
+                frames.memory,
+                frames.table,
+                kv,
+                requests=settings.max_sequences,
+                background=background,
+            )
             readiness = Readiness(connection.send)
             for line in notes:
                 readiness.note(line)
@@ -91,13 +99,17 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
             if draft_model is not None and isinstance(kv, GroupedKv):  # two models have two groups
                 draft = Draft(draft_model, kv, spec.draft_tokens)
             ahead = settings.async_scheduling and model.asynchronous
-            engine = Engine(model, kv, settings.max_step_tokens, clock, graphs, draft, ahead=ahead)
+            engine = Engine(
+                model, kv, settings.max_step_tokens, clock, graphs, draft, ahead=ahead, embeddings=embeddings
+            )
             readiness.send()
             try:
-                _run(connection, engine, frames, kv)
+                _run(connection, engine, frames, [kv] if embeddings is None else [kv, embeddings.memory])
             finally:
                 engine.close()
                 kv.end()
+                if embeddings is not None:
+                    embeddings.memory.end()
 
 
 def _mapping_thread(model: CausalModel) -> AbstractContextManager[Executor | None]:
@@ -109,7 +121,7 @@ def _mapping_thread(model: CausalModel) -> AbstractContextManager[Executor | Non
     return started_threads(1, "mapping") if model.asynchronous else nullcontext()
 
 
-def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames, kv: KvMemory) -> None:
+def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames, memories: list[KvMemory]) -> None:
     """Handle all messages that have come, compute a step, and wait only when there is nothing to compute.
 
     Messages are also handled while the device computes, so that their frames are mapped meanwhile.
@@ -132,7 +144,7 @@ def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames,
             elif isinstance(message, Expect):
                 engine.expect(message)
             elif isinstance(message, Shrink):
-                connection.send(frames.shrink(message, kv))
+                connection.send(frames.shrink(message, *memories))
             else:
                 for done in _take(engine, message):
                     connection.send(done)

@@ -13,6 +13,7 @@ from prefixd.worker.attention.pass_graphs import PassGraphs
 from prefixd.worker.decoding.beam_run import Beam, BeamRun
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.decoding.run import Run, check_arrived
+from prefixd.worker.memory.embedding_memory import EmbeddingMemory
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
 from prefixd.worker.pass_queue import PassQueue, QueuedPass, pass_by
@@ -45,6 +46,7 @@ class Engine:
     graphs: replay passes in which all requests decode, or with short prompts; only with KV in virtual tensors.
     draft: proposes tokens for sampled requests. Of a beam search it computes only the prompt.
     ahead: queue a pass before the tokens of the last one are read; not with a draft.
+    embeddings: memory of images' embeddings, for a model that keeps them.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Engine:
         draft: Draft | None = None,
         *,
         ahead: bool = False,
+        embeddings: EmbeddingMemory | None = None,
     ) -> None:
         self._model = model
         self._ahead = ahead and draft is None
@@ -65,7 +68,7 @@ class Engine:
         self._kv = kv
         self._block_tokens = model.spec.block_tokens
         self._clock = clock
-        self._runs = Runs(model, kv)
+        self._runs = Runs(model, kv, embeddings)
         self._planner = StepPlanner(model, kv, self._runs, max_step_tokens, draft)
         self._computing = False
         self._later: list[Done] = []  # for requests that end after the present pass
@@ -171,19 +174,19 @@ class Engine:
     def poll(self, wait: bool = False) -> list[Step | Done]:
         """The ends of requests whose frames the device does not use any more; with `wait` of all that have ended."""
         messages: list[Step | Done] = []
-        self._kv.poll(wait)
+        self._runs.poll(wait)
         while closed := self._runs.take_closed():
             # A request's passes are reported before its end. The device has computed them: it is done with the frames.
             count = self._passes.concerning({done.id for done in closed})
             messages += [*self._passes.report(count), *closed]
-            self._kv.poll(wait)
+            self._runs.poll(wait)
         return messages
 
     def close(self) -> None:
         """End all requests without an answer."""
         for run in list(self._runs):
             self._runs.close(run, Done(run.id, "cancelled"))
-        self._kv.poll(wait=True)
+        self._runs.poll(wait=True)
 
     def _queue(self, parts: list[StepPart], started_s: float) -> None:
         """Queue a pass and the choice of the tokens behind it; its runs are then as after the pass."""
@@ -201,6 +204,8 @@ class Engine:
                     part.kept.end()
                     queued.kept[part.run.id] = part.kept.blocks
             queued.filled[part.run.id] = part.run.filled_blocks
+            if part.member.images is not None:
+                queued.images[part.run.id] = part.member.images.take_filled()
 
     def _forward(self, parts: list[StepPart]) -> torch.Tensor:
         """Compute the parts; returns the logits of those that a token follows."""

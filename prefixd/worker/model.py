@@ -21,7 +21,7 @@ from prefixd.worker.attention.attention import (
 from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.attention.choice.backend_choice import choose_attention
 from prefixd.worker.attention.cross_attention import CrossStep
-from prefixd.worker.images import FeatureStore, ImageEncoder, attention_names, image_kind, read_processor
+from prefixd.worker.images import ImageEncoder, attention_names, image_kind, read_processor
 from prefixd.worker.memory.grouped_kv import GroupedStep, places
 from prefixd.worker.memory.kv_cache import StepCache
 from prefixd.worker.memory.kv_memory import Segment, StepKv
@@ -309,7 +309,7 @@ def load_model(
     kind = image_kind(spec.config)
     images = None
     if kind is not None:
-        images = ImageEncoder(model, read_processor(spec.path), kind, FeatureStore(spec.feature_bytes), spec.pixels_fd)
+        images = ImageEncoder(model, read_processor(spec.path), kind, spec.pixels_fd)
     result = CausalModel(spec, model, attention, images)
     result.check()
     result.rewrite(operators)

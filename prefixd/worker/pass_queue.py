@@ -31,7 +31,7 @@ class QueuedPass:
     logits: of the parts that a token follows, `StepPart.wanted` rows each.
     choices: the tokens that follow sampled runs; None if none does.
     filled: by request, the full blocks in memory after the pass. kept: by request, the states that it has kept, as
-        numbers of blocks before them.
+        numbers of blocks before them. images: by request, the images whose frames it has filled.
     """
 
     parts: Sequence[StepPart]
@@ -40,6 +40,7 @@ class QueuedPass:
     choices: QueuedChoices | None = None
     filled: dict[int, int] = field(default_factory=dict)
     kept: dict[int, list[int]] = field(default_factory=dict)
+    images: dict[int, list[int]] = field(default_factory=dict)
 
     def choose(self, *, count: bool) -> None:
         """Queue the choice of the tokens that follow sampled runs; `count` as in `queue_choices`."""
@@ -259,15 +260,14 @@ def _first_rows(parts: Sequence[StepPart]) -> list[tuple[int, StepPart]]:
 
 
 def _updates(runs: dict[int, Run | BeamRun], news: dict[int, list[Chosen]], queued: QueuedPass) -> list[Update]:
-    """One for every run with new tokens or a newly filled block."""
+    """One for every run with new tokens, a newly filled block, or a new image."""
     updates = []
     for run in runs.values():
-        filled = queued.filled[run.id]
-        if run.id in news or filled > run.reported_blocks:
+        filled, images = queued.filled[run.id], queued.images.get(run.id, [])
+        if run.id in news or filled > run.reported_blocks or images:
             run.reported_blocks = filled
             new = news.get(run.id, [])
             logprobs = [choice.logprobs for choice in new if choice.logprobs]
-            updates.append(
-                Update(run.id, [choice.token for choice in new], filled, logprobs, queued.kept.get(run.id, []))
-            )
+            kept = queued.kept.get(run.id, [])
+            updates.append(Update(run.id, [choice.token for choice in new], filled, logprobs, kept, images))
     return updates

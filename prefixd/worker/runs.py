@@ -10,6 +10,7 @@ from prefixd.worker.decoding.beam_run import BeamRun
 from prefixd.worker.decoding.run import Run, check_start
 from prefixd.worker.images import PromptImages
 from prefixd.worker.memory.cross_kv import CrossKv
+from prefixd.worker.memory.embedding_memory import EmbeddingMemory, PromptEmbeddings
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
@@ -26,13 +27,15 @@ class Runs:
     Args:
         model: computes them.
         kv: their memory.
+        embeddings: that of their images' embeddings, for a model that keeps them.
     """
 
-    def __init__(self, model: CausalModel, kv: KvMemory) -> None:
+    def __init__(self, model: CausalModel, kv: KvMemory, embeddings: EmbeddingMemory | None = None) -> None:
         self._model = model
         self._kv = kv
+        self._embeddings = embeddings
         self._by_id: dict[int, Run | BeamRun] = {}
-        self._cross: dict[int, CrossKv] = {}  # of runs whose model has layers that attend to images
+        self._of_images: dict[int, CrossKv | PromptEmbeddings] = {}  # of runs with images
         self._closed: list[Done] = []  # requests that nothing on the device uses any more
 
     def __iter__(self) -> Iterator[Run | BeamRun]:
@@ -53,17 +56,17 @@ class Runs:
         if message.id in self._by_id:
             return Done(message.id, "error", f"request {message.id} is already running; use another id")
         spec, block_tokens = self._model.spec, self._model.spec.block_tokens
-        cross: CrossKv | None = None
+        of_images: CrossKv | PromptEmbeddings | None = None
         try:
             check_start(message, block_tokens, spec)
             blocks = -(-len(message.tokens) // 4 // block_tokens)
             own = message.frames[: blocks * spec.block_slots] if message.sampling.beams else message.frames
             images = self._images(message)
-            cross = self._open_images(message)
+            of_images = self._open_images(message)
             memory = self._kv.open(own, message.state)
         except (RequestError, SwapError) as error:
-            if cross is not None:
-                self._close_images(cross, lambda: None)
+            if of_images is not None:
+                self._close_images(of_images, lambda: None)
             if isinstance(error, RequestError):
                 return Done(message.id, "error", str(error))
             return failure(message.id, message.frames, error)
@@ -73,8 +76,8 @@ class Runs:
         else:
             run = Run(message, memory, block_tokens, spec, images)
         self._by_id[run.id] = run
-        if cross is not None and images is not None:
-            images.memory = self._cross[run.id] = cross
+        if of_images is not None and images is not None:
+            images.memory = self._of_images[run.id] = of_images
         try:
             self._fork(run, self._by_id.get(message.fork_of))
         except SwapError as error:
@@ -92,8 +95,8 @@ class Runs:
         images = run.images if isinstance(run, Run) else run.prompt.images
         if images is not None:
             done = msgspec.structs.replace(done, encoded_images=images.encoded)
-        cross = self._cross.pop(run.id, None)
-        open_memories = len(run.memories) + (cross is not None)
+        of_images = self._of_images.pop(run.id, None)
+        open_memories = len(run.memories) + (of_images is not None)
 
         def closed() -> None:
             nonlocal open_memories
@@ -103,8 +106,14 @@ class Runs:
 
         for memory in run.memories:
             self._kv.close(memory, closed)
-        if cross is not None:
-            self._close_images(cross, closed)
+        if of_images is not None:
+            self._close_images(of_images, closed)
+
+    def poll(self, wait: bool = False) -> None:
+        """As `KvMemory.poll`, for all memory."""
+        self._kv.poll(wait)
+        if self._embeddings is not None:
+            self._embeddings.memory.poll(wait)
 
     def take_closed(self) -> list[Done]:
         """The ends of requests whose memory the device does not use any more, each once."""
@@ -118,15 +127,22 @@ class Runs:
             return None
         return PromptImages(message.images, len(message.tokens) // 4, encoder)
 
-    def _open_images(self, message: Start) -> CrossKv | None:
-        """The memory of a request's images; None without layers that attend to them. Raises as `KvMemory.open`."""
-        if not message.image_frames or not isinstance(self._kv, GroupedKv) or self._kv.cross is None:
+    def _open_images(self, message: Start) -> CrossKv | PromptEmbeddings | None:
+        """The memory of a request's images; None for a prompt without. Raises as `KvMemory.open`."""
+        if not message.image_frames:
             return None
+        if self._embeddings is not None:
+            return self._embeddings.open(message.image_frames)
+        assert isinstance(self._kv, GroupedKv) and self._kv.cross is not None, "the model reads images"
         return self._kv.cross.open(message.image_frames)
 
-    def _close_images(self, cross: CrossKv, on_closed: Callable[[], None]) -> None:
+    def _close_images(self, memory: CrossKv | PromptEmbeddings, on_closed: Callable[[], None]) -> None:
+        if isinstance(memory, PromptEmbeddings):
+            assert self._embeddings is not None, "it has opened it"
+            self._embeddings.close(memory, on_closed)
+            return
         assert isinstance(self._kv, GroupedKv) and self._kv.cross is not None, "it has opened it"
-        self._kv.cross.close(cross, on_closed)
+        self._kv.cross.close(memory, on_closed)
 
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy the KV of the tokens behind the cached blocks that both have in common and `parent` has computed."""

@@ -74,11 +74,13 @@ class ImageShape(msgspec.Struct, frozen=True):
     kind: "rows": each row of an image's embedding is one token, so that its placeholder is repeated; "cross": the
         placeholder stays one token, and layers of their own attend to the image.
     both_ways: the tokens of an image attend to each other in both directions, so that a pass must hold all of them.
+    row_bytes: of a row of an embedding, which lies in frames until the prompt has passed it; 0 for "cross".
     """
 
     placeholder_id: int
     kind: Literal["rows", "cross"]
     both_ways: bool = False
+    row_bytes: int = 0
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -92,6 +94,11 @@ class Need(msgspec.Struct, frozen=True):
     group: int
     rule: Rule | None
     nbytes: int
+
+
+def embedding_frames(rows: int, row_bytes: int, frame_bytes: int) -> int:
+    """Number of frames of an image's embedding, whose rows lie one after the other."""
+    return -(-rows * row_bytes // frame_bytes)
 
 
 def frames_each(frame_bytes: int, common_bytes: int) -> int:
@@ -214,8 +221,7 @@ class Update(msgspec.Struct, frozen=True):
     filled_blocks: full blocks with KV in memory now, counted from the start of the prompt, cached ones included.
     logprobs: of each of the tokens, if the request asks for them.
     kept: for each state of `Start.keep` that was kept in this step, the number of blocks before it.
-
-    The frames of `Start.image_frames` hold the images' keys and values from a request's first update on.
+    images: places in `Start.images` of those whose frames the worker has filled since the last update.
     """
 
     id: int
@@ -223,6 +229,7 @@ class Update(msgspec.Struct, frozen=True):
     filled_blocks: int
     logprobs: list[TokenLogprobs] = []
     kept: list[int] = []
+    images: list[int] = []
 
 
 class KvUsage(msgspec.Struct, frozen=True):
@@ -375,7 +382,6 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
     first, tokens: its placeholders are the tokens [first, first + tokens) of the prompt.
     digest: 32 bytes that name its content.
-    tenant: the owner.
     pixels: in the memory that the daemon shares; they stay there until the daemon has the request's `Done`.
     """
 
@@ -383,15 +389,15 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     digest: bytes
     pixels: Pixels
-    tenant: str = ""
 
 
 class ImageFrames(msgspec.Struct, frozen=True, array_like=True):
-    """The frames with the keys and values of an image, for layers with cross-attention.
+    """The frames of an image: with its keys and values, for layers with cross-attention, or with its embedding.
 
-    frames: as many as `Hello.image_group.frames`, named as in `Start`.
-    filled: whether the keys and values are there; else the worker fills them. Images of one digest have the same
-        frames.
+    frames: as many as `Hello.image_group.frames`, named as in `Start`; of an embedding `embedding_frames`, one by one,
+        or none for an image whose tokens are all cached.
+    filled: whether the keys and values, or the embedding, are there; else the worker fills them. Images of one digest
+        have the same frames. Those of an embedding may be reused when an `Update` has reported the image's tokens.
     """
 
     frames: list[int]
@@ -412,7 +418,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         behind the cached blocks is copied, not computed again. -1: none.
     sampling: of the sequence, with `max_tokens`, in which the tokens of earlier runs count, and a seed; no `stop`.
     state: None for a model without a state.
-    images: those of the prompt, in its order. image_frames: of each of them, if the model has an `image_group`.
+    images: those of the prompt, in its order. image_frames: of each of them.
     """
 
     id: int

@@ -40,7 +40,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     draft_model: directory of a small model that proposes tokens, which the model checks; empty: none.
     draft_tokens: how many it proposes at a time.
     threads: of torch on a CPU; 0 takes torch's default.
-    feature_bytes: most bytes of images' embeddings that are kept on the device, of a model that reads images.
     images_per_prompt: most images of a prompt.
     pixels_fd: descriptor of the memory file with images' pixels; -1 without.
     """
@@ -67,7 +66,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     draft_model: str = ""
     draft_tokens: Positive = 4
     threads: NotNegative = 0
-    feature_bytes: NotNegative = 256 << 20
     images_per_prompt: Positive = 16
     pixels_fd: int = -1
 

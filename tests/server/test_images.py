@@ -71,8 +71,6 @@ def test_a_conversation_of_ten_turns_over_three_images_embeds_three(name: str, f
         "cpu.bytes": "16MiB",
         "disk.bytes": 0,
     }
-    if name == "mllama":  # the tiers have what it keeps of an image
-        settings["worker.feature_bytes"] = 0
     picture, text = worker_tests.picture, worker_tests.text
     with (
         DaemonProcess(settings, directory=folder) as daemon,
@@ -101,7 +99,11 @@ def test_a_conversation_of_ten_turns_over_three_images_embeds_three(name: str, f
         assert sum(finished.hit_tokens.values()) == 0, "the same tokens with another image"
         images = remote.settled().worker.images
         assert (images.asked_images, images.encoded_images) == (asked + 2, 4)
-        assert images.found_images == (images.asked_images - 4 if name == "mllama" else 0)
+        missed = images.asked_images - images.encoded_images
+        if name == "mllama":
+            assert images.found_images == missed
+        else:  # of most images all tokens were found
+            assert 1 <= images.found_images < missed
 
         with pytest.raises(InvalidArgumentError, match=r"2 placeholders .* and the request has 1 images"):
             list(client.generate([1, vision.token, 2, vision.token], images=[picture(0)]))

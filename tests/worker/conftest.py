@@ -17,9 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from prefixd.base.sampling import Sampling
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.engine import Engine
+from prefixd.worker.memory.cross_kv import CrossKv
+from prefixd.worker.memory.embedding_memory import PromptEmbeddings
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory, KvSequence, Segment
-from prefixd.worker.memory.make_kv import make_kv
+from prefixd.worker.memory.make_kv import make_embeddings, make_kv
 from prefixd.worker.memory.state_memory import PagedStates
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, load_model
@@ -126,14 +128,23 @@ class Rig:
         self.kv = make_kv(
             model.spec, self.memory, self.pool.table, requests=requests, frames=frames, background=background
         )
+        self.embeddings = make_embeddings(
+            model.spec, self.memory, self.pool.table, self.kv, requests=requests, background=background
+        )
         self.managers = managers_of(self.kv)
+        if self.embeddings is not None and isinstance(self.embeddings.memory, VirtualKv):
+            self.managers.append(self.embeddings.memory.manager)
         self.manager = self.managers[0] if self.managers else None
         draft = None
         if model.spec.draft is not None:
             draft = Draft(load_model(model.spec.draft), self.kv, model.spec.draft_tokens)
-        self.engine = Engine(model, self.kv, max_step_tokens, itertools.count().__next__, draft=draft, ahead=ahead)
+        clock = itertools.count().__next__
+        self.engine = Engine(
+            *(model, self.kv, max_step_tokens, clock), draft=draft, ahead=ahead, embeddings=self.embeddings
+        )
         self.tokens: dict[int, list[int]] = {}
         self.filled: dict[int, int] = {}
+        self.filled_images: dict[int, list[int]] = {}
         self.done: dict[int, Done] = {}
         self.steps: list[Step] = []
         self._ids = itertools.count()
@@ -169,13 +180,21 @@ class Rig:
         return self.pool._window.tensor((count,), getattr(torch, geometry.dtype), offset=start)
 
     def image_frames(self, images: Sequence[PromptImage]) -> list[ImageFrames]:
-        """Frames for the keys and values of images that are in none yet; none in most models."""
-        spec = self.model.spec
-        if not spec.image_slots:
-            return []
-        widths = [spec.image_frames // spec.image_slots] * spec.image_slots
-        frames = {image.digest: self._take(widths, 1) for image in images}
+        """Frames for the keys and values, or the embeddings, of images that are in none yet."""
+        spec, frames = self.model.spec, dict[bytes, list[int]]()
+        for image in {image.digest: image for image in images}.values():
+            widths = [1] * spec.embedding_frames(image.tokens)
+            if spec.image_slots:
+                widths = [spec.image_frames // spec.image_slots] * spec.image_slots
+            frames[image.digest] = self._take(widths, 1) if widths else []
         return [ImageFrames(frames[image.digest], False) for image in images]
+
+    def open_images(self, given: Sequence[ImageFrames]) -> CrossKv | PromptEmbeddings:
+        """Memory for a prompt's images without an engine."""
+        return self.kv.cross.open(given) if self.embeddings is None else self.embeddings.open(given)
+
+    def close_images(self, memory: CrossKv | PromptEmbeddings) -> None:
+        (self.kv.cross if self.embeddings is None else self.embeddings).close(memory, lambda: None)
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -227,6 +246,7 @@ class Rig:
                 assert update.filled_blocks >= self.filled.get(update.id, 0)
                 self.tokens[update.id] += update.tokens
                 self.filled[update.id] = update.filled_blocks
+                self.filled_images.setdefault(update.id, []).extend(update.images)
 
     def step(self) -> None:
         self.take(self.engine.step())
@@ -269,6 +289,9 @@ class Rig:
         self.kv.poll(wait=True)
         for manager in self.managers:
             manager.check_integrity()
+        if self.embeddings is not None:
+            self.embeddings.memory.poll(wait=True)
+            self.embeddings.memory.end()
         self.kv.end()
         self.pool.close()
         self.memory.close()

@@ -14,8 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText
 from transformers.models.mllama.processing_mllama import (
@@ -28,7 +26,7 @@ from prefixd.images.decoding import InputArray, Pixels
 from prefixd.images.prepare import prepare_image, scaled, scales
 from prefixd.worker.attention.attention import GroupedAttention
 from prefixd.worker.attention.flex_attention import FlexAttention
-from prefixd.worker.images import Features, FeatureStore, PromptImages, check_images, read_processor
+from prefixd.worker.images import PromptImages, check_images, read_processor
 from prefixd.worker.memory.grouped_kv import GroupedStep, places
 from prefixd.worker.memory.kv_memory import KvSequence, Segment
 from prefixd.worker.memory.virtual_kv import VirtualStep
@@ -149,10 +147,6 @@ class Vision:
             )
         return made[0, len(prompt.tokens) :].tolist()
 
-    def forget(self, most_bytes: int = 1 << 20) -> None:
-        """Empty the store of embeddings."""
-        self.model.images.store = FeatureStore(most_bytes)
-
 
 def our_logits(
     rig: Rig,
@@ -164,8 +158,8 @@ def our_logits(
 ) -> torch.Tensor:
     """Logits of the tokens from `start` on, in passes that end at `cuts` and at the end."""
     images = PromptImages(prompt.images, len(prompt.tokens), rig.model.images)
-    if given := rig.image_frames(prompt.images) if image_frames is None else image_frames:
-        images.memory = rig.kv.cross.open(given)
+    if prompt.images:
+        images.memory = rig.open_images(rig.image_frames(prompt.images) if image_frames is None else image_frames)
     rows = []
     for stop in [*cuts, len(prompt.tokens)]:
         images.hold(start, stop)
@@ -174,7 +168,7 @@ def our_logits(
         images.pass_by(stop)
         start = stop
     if images.memory is not None:
-        rig.kv.cross.close(images.memory, lambda: None)
+        rig.close_images(images.memory)
     return torch.cat(rows)
 
 
@@ -185,7 +179,6 @@ def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def rig(vision: Vision, make_rig) -> Iterator[Rig]:
-    vision.forget()
     yield make_rig(vision.model, max_step_tokens=32, frames=320)
 
 
@@ -196,7 +189,8 @@ def opened(rig: Rig, prompt: Prompt, frames: Sequence[int] = ()) -> tuple[KvSequ
 
 
 def test_what_the_daemon_is_told(vision):
-    expected = ImageShape(vision.token, "cross" if vision.cross else "rows", both_ways=vision.name == "gemma3")
+    row_bytes = 0 if vision.cross else 64 * 4
+    expected = ImageShape(vision.token, "cross" if vision.cross else "rows", vision.name == "gemma3", row_bytes)
     hello = vision.model.spec.hello()
     assert hello.images == expected
     groups = vision.model.spec.groups
@@ -272,15 +266,49 @@ def test_requests_with_images_beside_text(vision, rig):
     assert [rig.done[request].encoded_images for request in requests] == [0, 1, 2]
 
 
-def test_an_embedding_is_made_once(vision, rig):
+@pytest.mark.parametrize("kv", ["virtual", "paged"])
+def test_an_embedding_in_frames_is_not_made_again_and_serves_other_prompts(vision, make_rig, kv):
+    rig = make_rig(vision.model, max_step_tokens=32, frames=640, kv=kv)
     file = picture(7)
     first = vision.prompt(text(10, 12), file, text(11, 4), file, text(12, 9))
     again = vision.prompt(text(13, 40), file, text(14, 3))
-    requests = [rig.start(prompt.tokens, images=prompt.images) for prompt in (first, again)]
+    frames = rig.image_frames(first.images)
+    request = rig.start(first.tokens, images=first.images, image_frames=frames)
     rig.run()
-    assert [rig.done[request].encoded_images for request in requests] == [1, 0]
-    assert rig.tokens[requests[1]] == vision.greedy(again)
-    assert len(vision.model.images.store) == 1
+    assert rig.tokens[request] == vision.greedy(first)
+    assert (rig.done[request].encoded_images, rig.filled_images[request]) == (1, [0])
+    request = rig.start(again.tokens, images=again.images, image_frames=[ImageFrames(frames[0].frames, True)])
+    rig.run()
+    assert rig.tokens[request] == vision.greedy(again)
+    assert (rig.done[request].encoded_images, rig.filled_images[request]) == (0, [])
+
+
+@pytest.mark.parametrize("vision", ["llava_onevision", "qwen2_5_vl"], indirect=True)
+def test_frames_of_an_embedding_are_read_while_its_tokens_are_computed_and_no_longer(vision, rig):
+    prompt = vision.prompt(picture(60), text(61, 40), picture(61), text(62, 9))
+    frames = rig.image_frames(prompt.images)
+    for each in frames:
+        for frame in each.frames:
+            frame_bytes(rig, frame).fill_(0xFF)
+    request = rig.start(prompt.tokens, images=prompt.images, image_frames=frames)
+    end = prompt.images[0].first + prompt.images[0].tokens
+    spoilt = False
+    while rig.engine.runnable:
+        rig.step()
+        if not spoilt and rig.filled.get(request, 0) * rig.block_tokens >= end:
+            spoilt = True
+            for frame in frames[0].frames:
+                frame_bytes(rig, frame).fill_(0xFF)
+    assert spoilt and rig.tokens[request] == vision.greedy(prompt)
+    kept = [ImageFrames(each.frames, True) for each in frames]
+    changed = rig.start(prompt.tokens, images=prompt.images, image_frames=kept)
+    rig.run()
+    assert rig.done[changed].reason == "error", "its first image is NaN"
+
+
+def frame_bytes(rig: Rig, frame: int) -> torch.Tensor:
+    nbytes = rig.pool.frame_bytes
+    return rig.pool._window.tensor((nbytes,), torch.uint8, offset=frame * nbytes)
 
 
 def test_an_image_behind_which_a_prompt_resumes_is_not_embedded(vision, rig):
@@ -288,12 +316,14 @@ def test_an_image_behind_which_a_prompt_resumes_is_not_embedded(vision, rig):
     frames = rig.frames(rig.blocks(len(prompt.tokens) + 8) * rig.block_frames)
     expected = rig.generate(prompt.tokens, images=prompt.images, frames=frames)
     assert expected == vision.greedy(prompt)
-    vision.forget()
     behind = rig.blocks(prompt.images[0].first + prompt.images[0].tokens)
-    for cached, made in ((behind, int(vision.cross)), (0, int(not vision.cross))):  # its frames are not given
+    for cached, made in ((behind, int(vision.cross)), (0, 1)):
         kept = frames[: cached * rig.block_frames]
         more = rig.frames(len(frames) - len(kept))
-        request = rig.start(prompt.tokens, images=prompt.images, frames=[*kept, *more], cached_blocks=cached)
+        given = [ImageFrames([], False)] if cached and not vision.cross else None
+        request = rig.start(
+            prompt.tokens, images=prompt.images, frames=[*kept, *more], cached_blocks=cached, image_frames=given
+        )
         rig.run()
         assert rig.tokens[request] == expected
         assert rig.done[request].encoded_images == made
@@ -383,7 +413,6 @@ def test_a_fork_copies_what_has_equal_images_and_no_more(vision, rig):
 @pytest.fixture(params=["virtual", "paged"])
 def cross_rig(request: pytest.FixtureRequest, vision: Vision, make_rig) -> Rig:
     """An image in two frames of a block of 8 tokens."""
-    vision.forget()
     rig = make_rig(vision.load(block_tokens=8), max_step_tokens=32, frames=320, kv=request.param)
     cross = rig.model.spec.groups.cross
     assert (cross.frames, cross.patches, cross.geometry.block_tokens) == (2, 10, 16)
@@ -397,7 +426,6 @@ def test_keys_and_values_in_frames_spare_the_encoder_and_the_projections(vision,
     prompt = vision.prompt(text(36, 9), first, text(37, 20), second, text(38, 7))
     frames = rig.image_frames(prompt.images)
     assert rig.generate(prompt.tokens, images=prompt.images, image_frames=frames) == vision.greedy(prompt)
-    rig.model.images.store = FeatureStore(0)
     for name in ("encode", "cross_pairs"):
         monkeypatch.setattr(rig.model.images, name, None)
     filled = [ImageFrames(each.frames, True) for each in frames]
@@ -458,17 +486,16 @@ def test_frames_of_images_that_hold_nan_are_filled_whole(vision, cross_rig):
     torch.testing.assert_close(ours, vision.logits(prompt), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("vision", ["mllama"], indirect=True)
 def test_frames_of_images_that_do_not_fit(vision, rig):
     prompt = vision.prompt(text(47, 9), picture(30), text(48, 5))
     frames = rig.image_frames(prompt.images)
+    takes = f"frames for the image at token 10, with 0 tokens cached; it takes {len(frames[0].frames)}"
+    more = rig.frames((len(frames[0].frames) + 1) * rig.block_frames)
     for image_frames, message in (
-        ([], "frames for the keys and values of 0 images; 1 are needed"),
-        ([*frames, *frames], "frames for the keys and values of 2 images; 1 are needed"),
-        (
-            [ImageFrames(rig.frames(3), False)],
-            f"3 frames for the keys and values of an image; it takes {len(frames[0].frames)}",
-        ),
+        ([], "frames for 0 images; 1 are needed"),
+        ([*frames, *frames], "frames for 2 images; 1 are needed"),
+        ([ImageFrames(more, False)], f"{len(more)} {takes}"),
+        ([ImageFrames([], False)], f"0 {takes}"),
     ):
         request = rig.start(prompt.tokens, images=prompt.images, image_frames=image_frames)
         assert rig.done[request].detail == message
@@ -568,13 +595,12 @@ def test_an_image_with_another_number_of_placeholders(vision, rig):
     prompt = vision.prompt(text(30, 5), picture(17), text(31, 5))
     image = prompt.images[0]
     fewer = msgspec.structs.replace(image, tokens=image.tokens - 1)
-    for _ in range(2):  # the second time it is not embedded again
-        request = rig.start(prompt.tokens, images=[fewer])
-        rig.run()
-        assert rig.done[request].detail.startswith(
-            f"the image at token 6 (pixels {list(image.pixels.shape)}) has an embedding of {image.tokens} rows, "
-            f"but {image.tokens - 1} placeholders"
-        )
+    request = rig.start(prompt.tokens, images=[fewer])
+    rig.run()
+    assert rig.done[request].detail.startswith(
+        f"the image at token 6 (pixels {list(image.pixels.shape)}) has an embedding of {image.tokens} rows, "
+        f"but {image.tokens - 1} placeholders"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -586,6 +612,7 @@ def test_flex_attention_masks_images_as_tiles_do(vision, rig):
     prompt = vision.prompt(text(32, 25), picture(18), text(33, 20))
     count = len(prompt.tokens)
     images = PromptImages(prompt.images, count, model.images)
+    images.memory = rig.open_images(rig.image_frames(prompt.images))
     images.hold(0, count)
     memory = _PlainMemory(spec, count)  # what it does not compile reads all memory, and then masks it
     rows = []
@@ -594,6 +621,7 @@ def test_flex_attention_masks_images_as_tiles_do(vision, rig):
         steps = [VirtualStep(kv, [segment], [0]) for kv in memory._kv]
         step = GroupedStep([segment], steps, places(spec.groups.attention))
         rows.append(model.forward(prompt.tokens[start:stop], step, range(stop - start)))
+    rig.close_images(images.memory)
     expected = our_logits(rig, opened(rig, prompt)[0], prompt)
     torch.testing.assert_close(torch.cat(rows), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -661,82 +689,9 @@ def test_images_for_a_model_of_text(prompt, make_rig):
     assert rig.done[request].detail == "1 images; the model reads text alone: send none"
 
 
-def test_the_store_keeps_what_was_used_last():
-    store = FeatureStore(3 * 64)
-    made = {bytes([number]): Features(torch.full((2, 8), float(number))) for number in range(4)}  # 64 bytes each
-    for digest in list(made)[:3]:
-        store.put("a", digest, made[digest])
-    assert store.get("a", b"\0") is made[b"\0"]
-    store.put("a", b"\3", made[b"\3"])
-    assert store.get("a", b"\1") is None, "the one that was not used for the longest time has gone"
-    assert (store.nbytes, len(store), store.hits, store.misses) == (192, 3, 1, 1)
-    store.put("a", b"\4", Features(torch.zeros(7, 7)))
-    assert store.get("a", b"\4") is None, "it is larger than the store"
-    assert store.nbytes == 192
-
-
-class ModelStore:
-    """The rule, slowly: of who has most, the one that was used first goes."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.kept: list[tuple[str, bytes, int]] = []  # the one used last comes last
-
-    def use(self, tenant: str, digest: bytes) -> bool:
-        for entry in self.kept:
-            if entry[:2] == (tenant, digest):
-                self.kept.remove(entry)
-                self.kept.append(entry)
-                return True
-        return False
-
-    def of(self, tenant: str) -> int:
-        return sum(rows for owner, _, rows in self.kept if owner == tenant)
-
-    def put(self, tenant: str, digest: bytes, rows: int) -> None:
-        if rows > self.most:
-            return
-        self.kept.append((tenant, digest, rows))
-        while sum(rows for _, _, rows in self.kept) > self.most:
-            largest = max({owner for owner, _, _ in self.kept}, key=lambda owner: (self.of(owner), owner == tenant))
-            self.kept.remove(next(entry for entry in self.kept if entry[0] == largest))
-
-
-USES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(1, 6)), max_size=60)
-
-
-@given(USES)
-def test_the_store_is_divided_between_tenants(uses):
-    """Two tenants; one with no more than half of it loses nothing."""
-    most = 12
-    store, model = FeatureStore(most * 4), ModelStore(most)
-    for tenant, number, rows in uses:
-        digest = bytes([number])
-        before = {other: model.of(other) for other in "ab"}
-        found = store.get(tenant, digest) is not None
-        assert found == model.use(tenant, digest)
-        if not found:
-            store.put(tenant, digest, Features(torch.zeros(rows, 1)))
-            model.put(tenant, digest, rows)
-        assert (len(store), store.nbytes) == (len(model.kept), 4 * sum(rows for _, _, rows in model.kept))
-        other = "b" if tenant == "a" else "a"
-        if before[other] <= most // 2:
-            assert model.of(other) == before[other]
-
-
-def test_a_flood_of_one_tenants_images_leaves_anothers_embeddings():
-    store = FeatureStore(8 * 64)
-    for number in range(4):
-        store.put("alice", bytes([number]), Features(torch.zeros(2, 8)))
-    for number in range(1000):
-        store.put("mallory", number.to_bytes(4, "big"), Features(torch.zeros(2, 8)))
-    assert all(store.get("alice", bytes([number])) is not None for number in range(4))
-
-
 @pytest.mark.parametrize("vision", ["llava_onevision"], indirect=True)
 def test_an_image_that_the_device_has_no_memory_for_ends_its_request_alone(vision, make_rig, monkeypatch):
     rig, prompt = make_rig(vision.model), vision.prompt(text(61, 5), picture(31))
-    vision.forget()
 
     def full(image: PromptImage) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.\nMore lines of help.")

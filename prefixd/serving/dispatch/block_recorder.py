@@ -13,6 +13,7 @@ A state takes as much memory as the KV of hundreds of tokens and serves prefixes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -59,11 +60,14 @@ class Recorder:
         if len(rows) < request.run.computes:
             self.computing[request.id] = request
 
-    def record_step(self, request: Request, run: Run, filled: int, kept: list[int]) -> None:
-        """Records a step of a request: `filled` blocks are full, and the states after `kept` blocks are kept."""
+    def record_step(self, request: Request, run: Run, filled: int, kept: list[int], images: Sequence[int] = ()) -> None:
+        """Records a step of a request: `filled` blocks are full, the states after `kept` blocks are kept, and the
+        frames of the `images` of its prompt are filled."""
         self._record(request, run, filled)
-        if (images := request.image_holds) is not None:
-            request.footprint.give_to_trie(images.filled())
+        if (holds := request.image_holds) is not None:
+            request.footprint.give_to_trie(holds.filled(images))
+            if passed := holds.pass_by(run.computed_tokens):
+                request.footprint.free(passed)
         self.states.record_step(request, run, kept)
         self._release_passed(request, run)
 

@@ -56,6 +56,8 @@ class HandOver:
             if not self._may_start(request):
                 self._requests.wake()
                 return True
+        if request.image_holds is not None:
+            request.image_holds.need(len(request.rows) * request.trie.block_tokens)
         keep = self._states.choose(request) if request.kv.state_frames and keeps else []
         wanted = len(keep) + self._states.keeps_tails if request.kv.state_frames and keeps else 0
         fresh = None

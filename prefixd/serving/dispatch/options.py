@@ -40,6 +40,7 @@ class DispatchOptions:
         preemption: where the KV of a preempted request goes (`preemption.py`).
         caching: False neither finds nor keeps anything.
         states: which states are kept, for a model with states.
+        keep_embeddings: False embeds the images of each prompt anew.
     """
 
     max_running: int
@@ -48,6 +49,7 @@ class DispatchOptions:
     preemption: PreemptionMode = "auto"
     caching: bool = True
     states: StatePolicy = StatePolicy()
+    keep_embeddings: bool = True
 
     @classmethod
     def of(cls, settings: Settings) -> DispatchOptions:
@@ -63,4 +65,5 @@ class DispatchOptions:
             preemption=scheduler.preemption,
             caching=settings.cache.enabled,
             states=states,
+            keep_embeddings=worker.keep_embeddings,
         )

@@ -107,7 +107,7 @@ class WorkerResults:
         # The KV of the last sampled token is not computed yet.
         run = request.run
         run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
-        self._recorder.record_step(request, run, update.filled_blocks, update.kept)
+        self._recorder.record_step(request, run, update.filled_blocks, update.kept, update.images)
         self._supply.note_need(request)
 
     # -- the end of a run ---------------------------------------------------------------------------------------

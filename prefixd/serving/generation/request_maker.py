@@ -67,9 +67,7 @@ class RequestMaker:
         samplings = [params.sequence_sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
         longest = prompt_tokens + samplings[0].max_tokens
-        of_images = 0
-        if images is not None:
-            of_images = model.kv.image_frames * len({image.digest for image in images.images})
+        of_images = model.image_frames(images)
         with_images = f", {of_images * frame_bytes} of them for its images" if of_images else ""
         if searched := samplings[0].beams:
             blocks = blocks_needed(prompt_tokens, samplings[0].max_tokens, searched, block_tokens)

@@ -1,100 +1,126 @@
-"""The keys and values that layers with cross-attention have of images: a namespace of images in the tiers.
+"""What the cache keeps of images: a namespace of images in the tiers, beside that of the model.
 
-They depend on the image alone, so an image is a prompt of its own in that namespace, with as many blocks as it takes
-frames (one block with block tables, whose frames lie side by side). Its ids are drawn from its digest. All prompts of a
-tenant share it, whatever their text before it:
+It depends on the image alone, so an image is a prompt of its own in that namespace. Its ids are drawn from its digest.
+All prompts of a tenant share it, whatever their text before it:
 
 ```
-namespace of the model     [ 5 6 7 8 ][ 9 I 3 4 ][ I 1 2 3 ]     I: an image's placeholder, one token
-namespace of its images    [ image's frame 0 ][ 1 ] ... [ F-1 ]   needed whole: CrossAttention with F blocks
+namespace of the model     [ 5 6 7 8 ][ 9 I I I ][ I 1 2 3 ]     I: an image's tokens
+namespace of its images    [ image's frame 0 ][ 1 ] ... [ F-1 ]   needed whole
 ```
+
+There are two kinds of it (Jenga, section 5.3):
+
+- The keys and values that layers with cross-attention have of an image (Llama 3.2 Vision): all rows of a prompt read
+  those of all its images. `CrossAttention` with F blocks, the same for all images; with block tables one block.
+- The embedding, whose rows stand in place of the image's tokens: needed while these are computed, and not by a prefix
+  behind them. `VisionEmbedding`, with as many blocks as the rows fill.
 
 A prefix of the prompt is usable even without its images: the worker embeds the missing ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, islice
 
 import numpy as np
 from msgspec.structs import replace
 
 from prefixd.base.drawn_tokens import drawn_ids
-from prefixd.base.rules.rules import CrossAttention
+from prefixd.base.rules.rules import CrossAttention, VisionEmbedding
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.placement.paths import path_now
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.serving.frame_budget import FrameBudget
-from prefixd.worker_protocol.protocol import ImageFrames, PromptImage
+from prefixd.worker_protocol.protocol import Hello, ImageFrames, PromptImage, embedding_frames
 
 NO_ROWS: Rows = np.zeros(0, np.int64)
 
 
-def image_namespace(model: NamespaceSpec, frames: int, frame_bytes: int, *, whole_pages: bool = False) -> NamespaceSpec:
-    """The namespace for the images of a model, each of `frames` frames; of the same users as the model's.
+def image_namespace(model: NamespaceSpec, hello: Hello) -> NamespaceSpec | None:
+    """The namespace for the images of a model, of the same users as the model's; None for a model of text alone.
 
-    A block there is a frame, or with `whole_pages` (see `Hello`) all frames of an image.
+    A block there is a frame, or with `Hello.whole_pages` all frames of an image's keys and values.
 
     Its name: "5f1e...-images".
     """
-    width = frames if whole_pages else 1
-    part = PartSpec("cross", 0, width * frame_bytes, CrossAttention(frames // width))
+    if hello.image_group is not None:
+        frames = hello.image_group.frames
+        width = frames if hello.whole_pages else 1
+        part = PartSpec("cross", 0, width * hello.frame_bytes, CrossAttention(frames // width))
+    elif hello.images is not None:
+        part = PartSpec("embedding", 0, hello.frame_bytes, VisionEmbedding())
+    else:
+        return None
     return replace(model, name=f"{model.name}-images", block_tokens=LEAST_BLOCK_TOKENS, parts=(part,))
 
 
 @dataclass(frozen=True, slots=True)
 class ImageKv:
-    """The images of a prompt whose model has layers with cross-attention, as the cache knows them.
+    """The images of a prompt, as the cache knows them.
 
     Attributes:
         namespace: of images.
         trie: the namespace's trie.
-        blocks: number of blocks of an image.
         width: frames of a block.
+        every_row: every row of the prompt depends on all images, else only those of their own tokens.
         digests: of the images, in the prompt's order; one may occur several times.
+        ends: of each image, the end of its tokens.
+        blocks: number of blocks of each image, by digest.
         chains: of the images, by digest.
     """
 
     namespace: Namespace
     trie: Trie
-    blocks: int
     width: int
+    every_row: bool
     digests: Sequence[bytes]
+    ends: Sequence[int]
+    blocks: dict[bytes, int]
     chains: dict[bytes, BlockChain]
 
     @classmethod
-    def of(cls, cache: TieredCache, namespace: Namespace, images: Sequence[PromptImage], frame_bytes: int) -> ImageKv:
+    def of(cls, cache: TieredCache, namespace: Namespace, images: Sequence[PromptImage], hello: Hello) -> ImageKv:
         """From a prompt's images."""
-        blocks, digests = blocks_of(namespace.spec), [image.digest for image in images]
-        width = namespace.spec.parts[0].nbytes // frame_bytes
-        ids = np.arange(blocks * LEAST_BLOCK_TOKENS)
-        chains = {digest: cache.chain(namespace, drawn_ids(ids, digest).tobytes()) for digest in dict.fromkeys(digests)}
-        return cls(namespace, cache.trie(namespace), blocks, width, digests, chains)
-
-    @property
-    def size(self) -> int:
-        """Frames of an image."""
-        return self.blocks * self.width
+        rule = namespace.spec.parts[0].rule
+        cross = rule.image_blocks if isinstance(rule, CrossAttention) else 0
+        blocks = {image.digest: cross or embedding_blocks(image, hello) for image in images}
+        chains = {}
+        for digest, count in blocks.items():
+            ids = drawn_ids(np.arange(count * LEAST_BLOCK_TOKENS), digest)
+            chains[digest] = cache.chain(namespace, ids.tobytes())
+        width = namespace.spec.parts[0].nbytes // hello.frame_bytes
+        digests, ends = [image.digest for image in images], [image.first + image.tokens for image in images]
+        return cls(namespace, cache.trie(namespace), width, cross > 0, digests, ends, blocks, chains)
 
     @property
     def frames(self) -> int:
         """Frames of all images; one that occurs several times in the prompt counts once."""
-        return len(self.chains) * self.size
+        return sum(self.blocks.values()) * self.width
+
+    def size(self, digest: bytes) -> int:
+        """Frames of an image."""
+        return self.blocks[digest] * self.width
+
+    def needed(self, computed_tokens: int) -> list[bytes]:
+        """The images, each once, that tokens behind the first `computed_tokens` depend on."""
+        of_prompt = zip(self.digests, self.ends, strict=True)
+        return [*dict.fromkeys(digest for digest, end in of_prompt if self.every_row or end > computed_tokens)]
 
     def find(self, digest: bytes) -> Rows:
         """The blocks of an image if all its bytes are in some tier; else none."""
-        return self.trie.usable(path_now(self.trie, self.namespace, self.chains[digest], self.blocks))
+        blocks = self.blocks[digest]
+        rows = self.trie.usable(path_now(self.trie, self.namespace, self.chains[digest], blocks))
+        return rows if len(rows) == blocks else NO_ROWS
 
 
-def blocks_of(spec: NamespaceSpec) -> int:
-    """Blocks of an image in a namespace of images."""
-    rule = spec.parts[0].rule
-    assert isinstance(rule, CrossAttention), "a namespace of images has that rule"
-    return rule.image_blocks
+def embedding_blocks(image: PromptImage, hello: Hello) -> int:
+    """Blocks of an image's embedding: frames."""
+    assert hello.images is not None, "the model reads images"
+    return embedding_frames(image.tokens, hello.images.row_bytes, hello.frame_bytes)
 
 
 @dataclass(slots=True)
@@ -102,7 +128,8 @@ class ImageHolds:
     """A request's images in the GPU tier, a part of its footprint.
 
     It holds the images that were found when the request was staged, and those that its run has filled. The others lie
-    in frames of the request's own while it runs.
+    in frames of the request's own while it runs. An embedding is released as soon as its tokens are computed, and
+    stays cached while there is room.
 
     Args:
         cache: where the images are.
@@ -111,6 +138,7 @@ class ImageHolds:
         kv: the images.
         finding: False finds nothing in the cache.
         keeping: False keeps nothing there.
+        computed_tokens: tokens of the prompt that need no images any more; see `need`.
     """
 
     cache: TieredCache
@@ -119,14 +147,22 @@ class ImageHolds:
     kv: ImageKv
     finding: bool
     keeping: bool
+    computed_tokens: int = 0
+    _needed: list[bytes] = field(default_factory=list)
     _held: dict[bytes, Hold] = field(default_factory=dict)
     _own: dict[bytes, list[int]] = field(default_factory=dict)
+    _filled: set[bytes] = field(default_factory=set)
     _counted: bool = True
 
     def __post_init__(self) -> None:
-        for digest in self.kv.chains if self.finding else ():
+        self.need(self.computed_tokens)
+        for digest in self._needed if self.finding else ():
             if len(rows := self.kv.find(digest)):
                 self._hold(digest, rows)
+
+    def need(self, computed_tokens: int) -> None:
+        """The prefix that the request holds has so many tokens: those behind it need their images."""
+        self._needed = self.kv.needed(computed_tokens)
 
     @property
     def held(self) -> Rows:
@@ -139,15 +175,14 @@ class ImageHolds:
         return [int(hold.rows[0]) for hold in self._held.values()]
 
     @property
-    def filling(self) -> Collection[bytes]:
+    def filling(self) -> set[bytes]:
         """The images that its run is about to fill."""
-        return self._own.keys()
+        return self._own.keys() - self._filled
 
     @property
     def grew(self) -> bool:
         """Whether an image that it does not hold has been cached meanwhile."""
-        missing = self.kv.chains.keys() - self._held.keys()
-        return self.finding and any(len(self.kv.find(digest)) for digest in missing)
+        return self.finding and any(len(self.kv.find(digest)) for digest in self._missing)
 
     @property
     def complete(self) -> bool:
@@ -161,8 +196,8 @@ class ImageHolds:
 
     @property
     def missing_blocks(self) -> int:
-        """Blocks of the images that it does not hold."""
-        return (len(self.kv.chains) - len(self._held)) * self.kv.blocks
+        """Blocks of the images that it needs and does not hold."""
+        return sum(self.kv.blocks[digest] for digest in self._missing)
 
     @property
     def missing_bytes(self) -> int:
@@ -195,44 +230,64 @@ class ImageHolds:
         self._counted = False
 
     def claim_frames(self, own: list[int]) -> list[ImageFrames]:
-        """From now on the request keeps its frames, and gets `own` frames for the images that it does not hold.
+        """From now on the request keeps its frames, and gets `own` frames for the images that it needs and does not
+        hold.
 
-        Returns the frames of all images, in the prompt's order.
+        Returns the frames of all images, in the prompt's order; none for those that it does not need.
         """
         kv, level = self.kv, self.cache.tiers.compute.level
         for hold in self._held.values():
             self.budget.add(kv.trie, hold.rows)
         self._counted = True
-        missing = [digest for digest in kv.chains if digest not in self._held]
-        for number, digest in enumerate(missing):
-            self._own[digest] = own[number * kv.blocks : (number + 1) * kv.blocks]
+        taken = iter(own)
+        for digest in self._missing:
+            self._own[digest] = [*islice(taken, kv.blocks[digest])]
         frames = []
         for digest in kv.digests:
             if digest in self._held:
                 slots = kv.trie.slots[self._held[digest].rows, level, 0]
                 frames.append(ImageFrames(slots.tolist(), True))
             else:
-                frames.append(ImageFrames(self._own[digest], False))
+                frames.append(ImageFrames(self._own.get(digest, []), False))
         return frames
 
-    def filled(self) -> list[int]:
-        """The worker has filled the frames of all images: enters those that the trie lacks. Returns the frames that
-        belong to the trie now."""
+    def filled(self, images: Iterable[int]) -> list[int]:
+        """The worker has filled the frames of these images of the prompt: enters those that the trie lacks. Returns the
+        frames that belong to the trie now."""
         given: list[int] = []
-        own, self._own = self._own, {}
-        for digest, frames in own.items() if self.keeping else ():
-            kv = self.kv
+        kv = self.kv
+        for digest in {kv.digests[image] for image in images} - self._filled:
+            self._filled.add(digest)
+            frames = self._own.get(digest, [])
+            if not frames or not self.keeping:
+                continue
             rows, taken = self.cache.record(kv.namespace, kv.namespace.root, kv.chains[digest], 0, frames)
             given += compress(frames, taken.tolist())
             if taken.any():  # else another request has entered it first, and this one uses its own frames
+                self._own[digest] = [*compress(frames, (~taken).tolist())]
                 self._hold(digest, rows[taken])
         return given
+
+    def pass_by(self, computed_tokens: int) -> list[int]:
+        """The run has computed so many tokens: releases the images that no later one needs. Returns the own frames of
+        these, which are to be freed."""
+        passed = {*self._needed} - {*self.kv.needed(computed_tokens)}
+        if not passed:
+            return []
+        self.need(computed_tokens)
+        for digest in passed & self._held.keys():
+            self._end(self._held.pop(digest))
+        return [frame for digest in passed for frame in self._own.pop(digest, ())]
 
     def end(self) -> None:
         """Ends all holds."""
         for hold in self._held.values():
             self._end(hold)
         self._held.clear()
+
+    @property
+    def _missing(self) -> list[bytes]:
+        return [digest for digest in self._needed if digest not in self._held]
 
     def _hold(self, digest: bytes, rows: Rows) -> None:
         compute = self.cache.tiers.compute

@@ -88,16 +88,10 @@ class PromptImages:
         return bytes(self._tokens)
 
     def for_worker(self, namespace: Namespace) -> list[PromptImage]:
-        """The images under names that depend on the namespace.
-
-        The worker keeps embeddings by these names, and an answer tells how many were kept: it must not tell this of
-        another tenant's or salt's images.
-        """
+        """The images under names that depend on the namespace: a worker's memory must not tell of the images of
+        another tenant or salt."""
         names = (hashlib.blake2b(image.digest, digest_size=32, key=namespace.digest) for image in self.images)
-        tenant = namespace.spec.tenant
-        return [
-            replace(image, digest=name.digest(), tenant=tenant) for image, name in zip(self.images, names, strict=True)
-        ]
+        return [replace(image, digest=name.digest()) for image, name in zip(self.images, names, strict=True)]
 
     def append(self, token_ids: bytes, chain: BlockChain) -> None:
         """Adds generated tokens, here and to the chain.

@@ -103,7 +103,6 @@ class ModelHost:
                 attention_costs="" if worker.attention_costs is None else os.fspath(worker.attention_costs),
                 kv=worker.kv,
                 groups=worker.groups,
-                feature_bytes=worker.feature_bytes,
                 images_per_prompt=worker.images_per_prompt,
                 draft_model="" if worker.draft_model is None else os.fspath(worker.draft_model),
                 draft_tokens=worker.draft_tokens,
@@ -210,11 +209,7 @@ class ModelHost:
             layout=hello.layout,
             worker=True,
         )
-        of_images = None
-        if hello.image_group is not None:
-            of_images = image_namespace(
-                namespace, hello.image_group.frames, hello.frame_bytes, whole_pages=hello.whole_pages
-            )
+        of_images = image_namespace(namespace, hello)
         self.namespace_name = namespace.name
         self._namespaces = [self._cache.unlisted(spec) for spec in (namespace, of_images) if spec is not None]
         frames = self._cache.tiers.frames.attainable

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from prefixd.base.errors import UnsupportedError
 from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache
-from prefixd.serving.images.image_kv import ImageKv
+from prefixd.serving.images.image_kv import ImageKv, embedding_blocks
 from prefixd.serving.images.image_reader import ImageReader
 from prefixd.serving.images.pixel_store import HoldBytes
 from prefixd.serving.images.prompt_images import PromptLayout
@@ -39,7 +39,7 @@ class ServedModel:
     images: ImageReader | None = None
     """Reads the images of prompts; None for a model of text alone."""
     image_namespace: NamespaceSpec | None = None
-    """The namespace of images, as `namespace`, if layers of the model attend to images and to nothing else."""
+    """The namespace of images, as `namespace`, if the model reads images."""
 
     async def read_images(
         self, tokens: TokenIds, images: Sequence[bytes], tenant: Hashable, hold: HoldBytes
@@ -67,7 +67,7 @@ class ServedModel:
         tenant: Tenant,
         salt: bytes,
     ) -> tuple[Namespace, ImageKv | None]:
-        """The namespace of a prompt, and its images as the cache knows them, if they are not in the prompt's blocks.
+        """The namespace of a prompt, and its images as the cache knows them, if it has any.
 
         `enter` registers a namespace; its errors are passed on.
         """
@@ -76,4 +76,11 @@ class ServedModel:
         if images is None or not image_specs:
             return namespace, None
         of_images = enter(image_specs[0])
-        return namespace, ImageKv.of(cache, of_images, images.images, self.hello.frame_bytes)
+        return namespace, ImageKv.of(cache, of_images, images.images, self.hello)
+
+    def image_frames(self, images: PromptLayout | None) -> int:
+        """Frames of a prompt's images; one that occurs several times counts once."""
+        once = {} if images is None else {image.digest: image for image in images.images}
+        if self.kv.image_frames:
+            return self.kv.image_frames * len(once)
+        return sum(embedding_blocks(image, self.hello) for image in once.values())

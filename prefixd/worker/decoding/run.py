@@ -38,6 +38,7 @@ class Limits(Protocol):
     def state_slots(self) -> int: ...
     @property
     def image_slots(self) -> int: ...
+    def embedding_frames(self, rows: int) -> int: ...
     @property
     def images(self) -> ImageShape | None: ...
     @property
@@ -244,7 +245,7 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
             "leave at least one token to compute"
         )
     _check_state(start, limits)
-    _check_image_frames(start, limits.image_slots)
+    _check_image_frames(start, cached, limits)
     _check_sampling(start.sampling)
     if start.sampling.forced_tokens is not None:
         _check_forced(start, limits)
@@ -286,12 +287,17 @@ def _check_state(start: Start, limits: Limits) -> None:
         raise RequestError(f"states to keep after blocks {blocks[1:]}; name them ascending, behind the cached ones")
 
 
-def _check_image_frames(start: Start, needed: int) -> None:
-    given, images = start.image_frames, len(start.images) if needed else 0
-    if len(given) != images:
-        raise RequestError(f"frames for the keys and values of {len(given)} images; {images} are needed")
-    if wrong := [len(image.frames) for image in given if len(image.frames) != needed]:
-        raise RequestError(f"{wrong[0]} frames for the keys and values of an image; it takes {needed}")
+def _check_image_frames(start: Start, cached: int, limits: Limits) -> None:
+    if len(start.image_frames) != len(start.images):
+        raise RequestError(f"frames for {len(start.image_frames)} images; {len(start.images)} are needed")
+    for image, given in zip(start.images, start.image_frames, strict=True):
+        needed = limits.image_slots or limits.embedding_frames(image.tokens)
+        passed = not limits.image_slots and image.first + image.tokens <= cached
+        if len(given.frames) != needed and (given.frames or not passed):
+            raise RequestError(
+                f"{len(given.frames)} frames for the image at token {image.first}, with {cached} tokens cached; it "
+                f"takes {needed}"
+            )
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -1,7 +1,7 @@
 """Images in prompts: which models read them, and their way from pixels to rows of a pass.
 
 ```
-Start.images --> PromptImages --hold--> FeatureStore --(not kept)--> ImageEncoder: colours, vision encoder
+Start.images --> PromptImages --hold--> Embeddings (frames) --(not filled)--> ImageEncoder: colours, vision encoder
                       |
                       +--of_pass--> PassImages of a Segment: embeddings, positions, who attends both ways
 ```
@@ -9,7 +9,6 @@ Start.images --> PromptImages --hold--> FeatureStore --(not kept)--> ImageEncode
 
 from prefixd.worker.images.cross_images import CrossImages, CrossMemory, CrossPairs
 from prefixd.worker.images.encoder import ImageEncoder
-from prefixd.worker.images.feature_store import Features, FeatureStore
 from prefixd.worker.images.kinds import (
     attention_names,
     cross_geometry,
@@ -24,8 +23,6 @@ __all__ = [
     "CrossImages",
     "CrossMemory",
     "CrossPairs",
-    "FeatureStore",
-    "Features",
     "ImageEncoder",
     "PassImages",
     "PromptImages",

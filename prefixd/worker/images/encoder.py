@@ -13,7 +13,6 @@ import torch
 
 from prefixd.images.prepare import PreparedImage, scaled, scales
 from prefixd.worker.images.cross_images import CrossPairs
-from prefixd.worker.images.feature_store import Features, FeatureStore
 from prefixd.worker.images.kinds import ImageKind
 from prefixd.worker_protocol.errors import RequestError
 from prefixd.worker_protocol.protocol import PromptImage
@@ -26,12 +25,10 @@ class ImageEncoder:
         model: transformers' model, with its weights.
         processor: transformers' image processor of it.
         kind: of the model's family.
-        store: the embeddings that are kept.
         pixels_fd: of the memory in which pixels lie.
     """
 
-    def __init__(self, model: Any, processor: Any, kind: ImageKind, store: FeatureStore, pixels_fd: int) -> None:
-        self.store = store
+    def __init__(self, model: Any, processor: Any, kind: ImageKind, pixels_fd: int) -> None:
         self.kind = kind
         self._model = model
         self._processor = processor
@@ -41,8 +38,8 @@ class ImageEncoder:
         self._device, self._dtype = weight.device, weight.dtype
 
     @torch.inference_mode()
-    def encode(self, image: PromptImage) -> Features:
-        """The embedding of an image in the model's type on its device, a row a placeholder; not kept here.
+    def encode(self, image: PromptImage) -> torch.Tensor:
+        """The embedding of an image, ``[rows, hidden]``, in the model's type on its device, a row a placeholder.
 
         Of a model with cross-attention it has a row a patch, tiles that are padding included.
 
@@ -54,9 +51,10 @@ class ImageEncoder:
         pixels = torch.from_numpy(values).to(self._device, self._dtype)
         if self.kind.cross:
             made = self._model.model.vision_model(pixel_values=pixels, **arguments).last_hidden_state
-            return Features(self._model.model.multi_modal_projector(made).flatten(0, 3))
+            rows: torch.Tensor = self._model.model.multi_modal_projector(made).flatten(0, 3)
+            return rows
         made = self._model.get_image_features(pixel_values=pixels, **arguments).pooler_output
-        return Features(torch.cat([*made]).to(self._dtype))  # a tensor or a tuple with an entry an image
+        return torch.cat([*made]).to(self._dtype)  # a tensor or a tuple with an entry an image
 
     @torch.inference_mode()
     def positions(self, tokens: int, images: Sequence[PromptImage]) -> torch.Tensor | None:
@@ -83,9 +81,8 @@ class ImageEncoder:
         return positions
 
     @torch.inference_mode()
-    def cross_pairs(self, features: Features) -> CrossPairs:
-        """Keys and values of an image in the layers that attend to it."""
-        rows = features.rows
+    def cross_pairs(self, rows: torch.Tensor) -> CrossPairs:
+        """Keys and values of an image, whose embedding has these rows, in the layers that attend to it."""
         pairs = {}
         for number, layer in self._cross_layers().items():
             shape = (len(rows), layer.num_key_value_heads, layer.head_dim)

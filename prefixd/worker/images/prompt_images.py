@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 
 from prefixd.worker.images.cross_images import CrossImages, CrossMemory
 from prefixd.worker.images.encoder import ImageEncoder
-from prefixd.worker.images.feature_store import Features
 from prefixd.worker_protocol.errors import RequestError
 from prefixd.worker_protocol.protocol import ImageShape, PromptImage
 
@@ -31,11 +31,32 @@ class PassImages:
     cross: CrossImages | None = None
 
 
+class Embeddings(Protocol):
+    """The memory of the embeddings of a request's images (`embedding_memory.PromptEmbeddings`)."""
+
+    @property
+    def filled(self) -> list[bool]:
+        """For each image, whether its embedding is there."""
+        ...
+
+    def fill(self, image: int, rows: torch.Tensor) -> None:
+        """Write an image's embedding, ``[rows, hidden]``."""
+        ...
+
+    def read(self, image: int, rows: int) -> torch.Tensor:
+        """An image's embedding, ``[rows, hidden]``."""
+        ...
+
+    def give_up(self, images: int) -> None:
+        """Give up the first images."""
+        ...
+
+
 class PromptImages:
     """The images of a prompt, in its order.
 
-    An embedding is taken from the store, or made, when a pass first needs rows of it, and held until its last row is
-    computed. So a request makes no embedding twice, even if the store drops it meanwhile.
+    An embedding is made when a pass first needs rows of it, unless its frames are filled, and held until its last row
+    is computed.
 
     Args:
         images: see `Start.images`; checked (`check_images`).
@@ -43,16 +64,18 @@ class PromptImages:
         encoder: makes the embeddings.
 
     encoded: how many embeddings were made for this request.
-    memory: of a model with cross-attention, where the images' keys and values lie; to be set before the first `hold`.
+    memory: where the images' embeddings lie, or in a model with cross-attention their keys and values; to be set before
+        the first `hold`.
     Raises RequestError for an image without the arrays that positions or masks depend on.
     """
 
     def __init__(self, images: Sequence[PromptImage], tokens: int, encoder: ImageEncoder) -> None:
         self.encoded = 0
-        self.memory: CrossMemory | None = None
+        self.memory: CrossMemory | Embeddings | None = None
         self._images = images
         self._encoder = encoder
-        self._held: dict[int, Features] = {}
+        self._filled: list[int] = []
+        self._held: dict[int, torch.Tensor] = {}
         self._cross: CrossImages | None = None
         self._positions = encoder.positions(tokens, images)
         self._visible = [encoder.visible(image) for image in images] if encoder.kind.cross else []
@@ -64,19 +87,20 @@ class PromptImages:
         With cross-attention, all rows read the keys and values of all images: those that are in no frame yet are made,
         once for the request.
         """
-        if self.memory is not None:
-            self._hold_cross(self.memory)
+        if self._encoder.kind.cross:
+            self._hold_cross(cast(CrossMemory, self.memory))
             return
+        memory = cast(Embeddings, self.memory)
         for index, image in enumerate(self._images):
             if index not in self._held and image.first < stop and start < image.first + image.tokens:
-                features = self._features(image)
-                if len(features.rows) != image.tokens:
-                    raise RequestError(
-                        f"the image at token {image.first} (pixels {list(image.pixels.shape)}) has an embedding of "
-                        f"{len(features.rows)} rows, but {image.tokens} placeholders; repeat the placeholder as the "
-                        "model's processor does"
-                    )
-                self._held[index] = features
+                if not memory.filled[index]:
+                    self._fill(memory, index)
+                self._held[index] = memory.read(index, image.tokens)
+
+    def take_filled(self) -> list[int]:
+        """The images whose frames were filled since the last call."""
+        filled, self._filled = self._filled, []
+        return filled
 
     @property
     def embeds(self) -> bool:
@@ -89,26 +113,38 @@ class PromptImages:
         made: set[bytes] = set()  # an image that stands in the prompt several times has the same frames each time
         for index, image in enumerate(self._images):
             if not memory.filled[index] and image.digest not in made:
-                memory.fill(index, self._encoder.cross_pairs(self._features(image)))
+                memory.fill(index, self._encoder.cross_pairs(self._encode(index)))
                 made.add(image.digest)
         memory.wait()
         self._cross = CrossImages(memory, [image.first for image in self._images], self._visible)
 
-    def _features(self, image: PromptImage) -> Features:
-        features = self._encoder.store.get(image.tenant, image.digest)
-        if features is None:
-            features = self._encoder.encode(image)
-            self.encoded += 1
-            self._encoder.store.put(image.tenant, image.digest, features)
-        return features
+    def _fill(self, memory: Embeddings, index: int) -> None:
+        """Embeds an image into its frames, which are those of its other places in the prompt, too."""
+        image, rows = self._images[index], self._encode(index)
+        if len(rows) != image.tokens:
+            raise RequestError(
+                f"the image at token {image.first} (pixels {list(image.pixels.shape)}) has an embedding of "
+                f"{len(rows)} rows, but {image.tokens} placeholders; repeat the placeholder as the model's processor "
+                "does"
+            )
+        memory.fill(index, rows)
+        for other, same in enumerate(self._images):
+            if same.digest == image.digest:
+                memory.filled[other] = True
+
+    def _encode(self, index: int) -> torch.Tensor:
+        rows = self._encoder.encode(self._images[index])
+        self.encoded += 1
+        self._filled.append(index)
+        return rows
 
     def of_pass(self, start: int, stop: int) -> PassImages:
         """The images in a pass over tokens [start, stop); after `hold`."""
         rows = []
-        for index, features in self._held.items():
+        for index, held in self._held.items():
             first, end = _span(self._images[index])
             if first < stop and start < end:
-                rows.append((max(first, start) - start, features.rows[max(0, start - first) : stop - first]))
+                rows.append((max(first, start) - start, held[max(0, start - first) : stop - first]))
         both_ways = [(first, end) for first, end in self._both_ways if first < stop and start < end]
         return PassImages(rows, self._positions_of(start, stop), both_ways, self._cross)
 
@@ -139,6 +175,9 @@ class PromptImages:
         """Release the embeddings that no pass needs after `computed` tokens."""
         for index in [index for index in self._held if _span(self._images[index])[1] <= computed]:
             del self._held[index]
+        if self.memory is not None and not self._encoder.kind.cross:
+            passed = sum(_span(image)[1] <= computed for image in self._images)
+            cast(Embeddings, self.memory).give_up(passed)
 
     def _positions_of(self, start: int, stop: int) -> torch.Tensor | None:
         """Behind what was known at the start, positions go on from the largest one by one."""

@@ -11,10 +11,11 @@ import torch
 from prefixd.worker.memory.cross_kv import CrossMemory
 from prefixd.worker.memory.kv_memory import ChunkableStep, KvSequence, Segment, Spans, StepKv, cut_at_chunks
 from prefixd.worker.memory.paged_kv import PagedKv
-from prefixd.worker.memory.state_memory import SequenceState, States
+from prefixd.worker.memory.state_memory import SequenceState, StateMemory, States
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.spec.kv_groups import AttentionGroup, KvGroups
 from prefixd.worker_protocol.protocol import KvUsage, StateFrames, passed_blocks
+from prefixd_swap.vtensor import VirtualTensorManager
 
 
 class GroupedSequence:
@@ -66,6 +67,18 @@ class GroupedKv:
         self._margin = window_margin
         self._most_blocks = most_blocks
         self._own, self._draft = groups.own, groups.draft
+
+    @property
+    def memories(self) -> Sequence[VirtualKv | PagedKv]:
+        """Those of the groups of attention layers."""
+        return self._memories
+
+    @property
+    def managers(self) -> list[VirtualTensorManager]:
+        """Those of its virtual tensors, all groups'; none with block tables."""
+        cross = [] if self.cross is None else [self.cross.memory]
+        tensors = [each.manager for each in (*self._memories, *cross) if isinstance(each, VirtualKv)]
+        return [*tensors, self._states.manager] if isinstance(self._states, StateMemory) else tensors
 
     def open(self, frames: Sequence[int], state: StateFrames | None = None) -> GroupedSequence:
         """A sequence with these frames as its first blocks; -1 where a block has none."""

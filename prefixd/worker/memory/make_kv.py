@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Executor
 
 from prefixd.worker.memory.cross_kv import CrossMemory
+from prefixd.worker.memory.embedding_memory import EmbeddingMemory
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
@@ -12,6 +13,7 @@ from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.memory.state_memory import PagedStates, StateMemory
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.spec.model_spec import ModelSpec
+from prefixd_swap.group_shape import ELEMENT_BYTES, KvGeometry
 from prefixd_swap.vmem import FrameTable, VirtualMemory
 from prefixd_swap.vtensor import VirtualTensorManager
 
@@ -71,14 +73,7 @@ def make_kv(
                 frames_per_block=images.frames,
             )
         )
-    managers = [memory.manager for memory in memories]
-    if cross is not None:
-        managers.append(cross.manager)
-    if states is not None:
-        managers.append(states.manager)
-    for manager in managers:
-        manager.neighbours = managers
-    return GroupedKv(
+    kv = GroupedKv(
         spec.groups,
         memories,
         states,
@@ -86,6 +81,37 @@ def make_kv(
         window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )
+    for manager in (managers := kv.managers):
+        manager.neighbours = managers
+    return kv
+
+
+def make_embeddings(
+    spec: ModelSpec,
+    memory: VirtualMemory,
+    table: FrameTable,
+    kv: KvMemory,
+    *,
+    requests: int,
+    background: Executor | None = None,
+) -> EmbeddingMemory | None:
+    """Memory for images' embeddings; None for a model that keeps none. `kv`: of `make_kv`, with the same arguments."""
+    if spec.images is None or not spec.images.row_bytes:
+        return None
+    size, most = spec.groups.frame_bytes, spec.embedding_frames(spec.max_model_tokens) + spec.image_capacity
+    element = ELEMENT_BYTES[spec.dtype]
+    # A frame is mapped as the keys and values of one token.
+    frame = KvGeometry(layers=1, kv_heads=1, head_dim=size // element // 2, dtype=spec.dtype, block_tokens=1)
+    row_numbers = spec.images.row_bytes // element
+    if spec.groups.whole_pages:
+        of_text = kv.memories[0] if isinstance(kv, GroupedKv) else kv
+        assert isinstance(of_text, PagedKv), "a model that reads images attends to text"
+        return EmbeddingMemory(PagedKv(of_text.pages.window, frame, max_tokens=most), row_numbers)
+    manager = VirtualTensorManager(memory, table, frame, requests=requests, max_tokens=most, background=background)
+    others = kv.managers if isinstance(kv, GroupedKv) else [kv.manager] if isinstance(kv, VirtualKv) else []
+    for each in (managers := [*others, manager]):
+        each.neighbours = managers
+    return EmbeddingMemory(VirtualKv(manager), row_numbers)
 
 
 def _block_tables(spec: ModelSpec, memory: VirtualMemory, table: FrameTable, frames: int) -> KvMemory:

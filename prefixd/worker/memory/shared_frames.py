@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker_protocol.protocol import Grow, Memory, Shrink, Shrunk
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, recv_export
+
+
+class Forgets(Protocol):
+    """A memory that has frames mapped."""
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """As `KvMemory.forget`."""
+        ...
 
 
 class SharedFrames:
@@ -34,10 +42,11 @@ class SharedFrames:
         self.memory.adopt(message.meta, recv_export(end, message.fds))
         self.table.add(_frames(message.frames), _numbers(message.chunks))
 
-    def shrink(self, message: Shrink, kv: KvMemory) -> Shrunk:
-        """Unmap frames that no request has, and close their handles."""
+    def shrink(self, message: Shrink, *memories: Forgets) -> Shrunk:
+        """Unmap frames that no request has from all memories, and close their handles."""
         frames = [frame for frame in _frames(message.frames) if self.table.exists(frame)]  # it may ask twice
-        kv.forget(frames)
+        for memory in memories:
+            memory.forget(frames)
         for chunks in _runs(sorted(self.table.remove(frames).tolist())):
             self.memory.drop(chunks)
         return Shrunk(message.frames)

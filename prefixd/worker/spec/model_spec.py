@@ -30,7 +30,7 @@ from prefixd.worker.spec.memory_estimate import weights_bytes, working_bytes
 from prefixd.worker.spec.probe import PROBE_NAME, AttentionLayer, probe, register_probe
 from prefixd.worker.spec.tiles import tile_tokens
 from prefixd.worker_protocol.errors import ModelError
-from prefixd.worker_protocol.protocol import Hello, ImageShape
+from prefixd.worker_protocol.protocol import Hello, ImageShape, embedding_frames
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.group_shape import ELEMENT_BYTES, KvGeometry, Layout
 
@@ -50,7 +50,7 @@ class ModelSpec:
     block_tokens_asked: tokens of a block by the settings; `groups` has the number that is used.
     step_tokens, sequences: most tokens and sequences of one step, by the settings.
     images: how it takes images; None for a model of text alone.
-    feature_bytes: most bytes of embeddings that are kept, images_per_prompt: most images of a prompt, by the settings.
+    images_per_prompt: most images of a prompt, by the settings.
     draft: the model that proposes tokens, if there is one; its `groups` are its own. draft_tokens: how many in a round.
     pixels_fd: of the memory with the pixels of images, by the settings.
     attention_way, attention_costs: `worker.attention`, and the file with the costs of this device; empty: none.
@@ -72,7 +72,6 @@ class ModelSpec:
     step_tokens: int
     sequences: int
     images: ImageShape | None = None
-    feature_bytes: int = 0
     images_per_prompt: int = 0
     draft: ModelSpec | None = None
     draft_tokens: int = 0
@@ -153,6 +152,11 @@ class ModelSpec:
         """Numbers that name the frames of an image; 0 as `image_frames`."""
         return 0 if self.groups.cross is None else self.groups.slots(self.groups.cross)
 
+    def embedding_frames(self, rows: int) -> int:
+        """Frames of an image's embedding of so many rows; 0 for a model that keeps none."""
+        row_bytes = 0 if self.images is None else self.images.row_bytes
+        return embedding_frames(rows, row_bytes, self.groups.frame_bytes)
+
     @property
     def geometry(self) -> KvGeometry:
         """The shape of the first group of attention layers, of most models the only one."""
@@ -201,8 +205,8 @@ class ModelSpec:
             self.sequences * (1 + self.draft_tokens),
             on_cuda=self.device.type == "cuda",
         )
-        if self.images is not None:
-            working += self.feature_bytes
+        if self.images is not None:  # an embedding, until it is copied into frames
+            working += self.step_tokens * self.images.row_bytes
         if self.groups.cross is not None:  # of an image, until it is copied into frames
             working += self.groups.cross.geometry.block_bytes
         if self.draft is None:
@@ -255,6 +259,9 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
     limit = _count(path, text, "max_position_embeddings") if hasattr(text, "max_position_embeddings") else _NO_LIMIT
     max_model_tokens = min(settings.max_model_tokens or limit, limit)
     dtype = _dtype(path, config, device) if settings.dtype == "auto" else settings.dtype
+    if images is not None and images.kind == "rows":
+        row_bytes = _count(path, text, "hidden_size") * ELEMENT_BYTES[dtype]
+        images = msgspec.structs.replace(images, row_bytes=row_bytes)
     attention, states, architecture, parameters = _probe(path, config, max_model_tokens, dtype)
     try:
         groups = _plan(settings, device, dtype, max_model_tokens, attention, states)
@@ -279,7 +286,6 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         step_tokens=settings.max_step_tokens,
         sequences=settings.max_sequences,
         images=images,
-        feature_bytes=settings.feature_bytes,
         images_per_prompt=settings.images_per_prompt,
         pixels_fd=settings.pixels_fd,
         attention_way=settings.attention,

@@ -24,7 +24,7 @@ from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.worker.engine import Engine
-from prefixd.worker.memory.make_kv import make_kv
+from prefixd.worker.memory.make_kv import make_embeddings, make_kv
 from prefixd.worker.model import CausalModel
 from prefixd.worker_protocol.protocol import Cancel, Done, Extend, PromptImage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
@@ -46,7 +46,7 @@ class ModelBench:
 
     def __init__(self, model: CausalModel, cache: TieredCache, pool: FramePool) -> None:
         self.model, self.cache, self.pool = model, cache, pool
-        hello = model.spec.hello()
+        hello = self.hello = model.spec.hello()
         self.kv = KvShape.of(hello, STEP_TOKENS)
         parts = self.kv.parts(hello.frame_bytes)
         self.namespace = cache.register(NamespaceSpec("model", hello.block_tokens, parts, b"", hello.dtype))
@@ -74,12 +74,15 @@ class ModelBench:
     def _start_worker(self) -> None:
         spec, pool = self.model.spec, self.pool
         self._memory = make_kv(spec, pool.memory, pool.table, requests=80, frames=pool.capacity)
-        self.engine = Engine(self.model, self._memory, STEP_TOKENS, time.monotonic)
+        self._embeddings = make_embeddings(spec, pool.memory, pool.table, self._memory, requests=80)
+        self.engine = Engine(self.model, self._memory, STEP_TOKENS, time.monotonic, embeddings=self._embeddings)
 
     def _end_worker(self) -> None:
         self.engine.close()
-        self._memory.poll(wait=True)
-        self._memory.end()
+        memories = [self._memory] if self._embeddings is None else [self._memory, self._embeddings.memory]
+        for memory in memories:
+            memory.poll(wait=True)
+            memory.end()
 
     async def work(self) -> None:
         """Is the worker until it is cancelled."""
@@ -132,11 +135,10 @@ class ModelBench:
         number, ids = next(self._ids), np.asarray(prompt, "<u4").tobytes()
         layout = image_kv = None
         if images:
-            cross, spec = self.model.spec.image_frames, self.namespace.spec
-            layout = PromptLayout(ids, list(images), self.trie.block_tokens, cross=cross > 0)
-            if cross:
-                of_images = image_namespace(spec, cross, self.pool.frame_bytes, whole_pages=self.kv.whole_pages)
-                image_kv = ImageKv.of(self.cache, self.cache.register(of_images), images, self.pool.frame_bytes)
+            cross, of_images = self.model.spec.image_frames > 0, image_namespace(self.namespace.spec, self.hello)
+            layout = PromptLayout(ids, list(images), self.trie.block_tokens, cross=cross)
+            assert of_images is not None
+            image_kv = ImageKv.of(self.cache, self.cache.register(of_images), images, self.hello)
         request = Request(
             id=number,
             name=f"r{number}",

@@ -34,9 +34,7 @@ def vision_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     ids="-".join,
 )
 def vision(request: pytest.FixtureRequest, vision_of: Callable[[str, str], Any]) -> Any:
-    found = vision_of(*request.param)
-    found.forget()
-    return found
+    return vision_of(*request.param)
 
 
 def frames(vision: Any, blocks: int) -> int:
@@ -68,7 +66,6 @@ async def test_a_hit_from_each_tier_and_after_a_restart_gives_transformers_token
         await bench.clear_gpu_tier()
         hit = reach(second)
         assert await bench.generate(second.tokens, NEW, second.images) == (vision.greedy(second, NEW), (0, hit, 0, 0))
-    vision.forget()
     async with open_model_bench(vision.model, tmp_path, frames(vision, 60)) as bench:
         assert await bench.generate(second.tokens, NEW, second.images) == (vision.greedy(second, NEW), (0, 0, hit, 0))
 
@@ -104,7 +101,6 @@ async def test_requests_whose_worker_dies_give_transformers_tokens(vision: Any, 
         while not all(request.generated for request in requests):
             await asyncio.sleep(0)
         bench.die()
-        vision.forget()
         for request, each in zip(requests, asked, strict=True):
             assert await bench.tokens_of(request) == vision.greedy(each, LONG)
 

@@ -47,8 +47,7 @@ def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def encoded(vision: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    """The images that the vision encoder has embedded; no embedding is kept."""
-    vision.forget(0)
+    """The images that the vision encoder has embedded."""
     made: list[bytes] = []
     encode = vision.model.images.encode
 
@@ -142,7 +141,7 @@ async def test_what_is_evicted_of_an_image_is_computed_again_and_its_text_is_not
         assert not len(kv.find(digest)), "half an image is none"
         assert hits(await ask(bench, vision, prompt))[GPU] > 0
         assert len(encoded) == 2
-        assert len(kv.find(digest)) == kv.size
+        assert len(kv.find(digest)) == kv.size(digest)
 
 
 @BOTH
@@ -209,19 +208,19 @@ async def test_an_image_that_two_requests_have_filled_is_there_once(vision: Any,
         (digest,) = kv.chains
         bench.cache.placement.drop(kv.trie, kv.find(digest)[::-1], bench.cache.tiers.compute, expendable=True)
         assert not len(kv.find(digest))
-        budget = FrameBudget()
+        budget, size = FrameBudget(), kv.size(digest)
         first, second = (ImageHolds(bench.cache, budget, f"request {n}", kv, True, True) for n in range(2))
         given = []
         for holds in (first, second):
-            assert (holds.missing_blocks, len(holds.held)) == (kv.size, 0)
+            assert (holds.missing_blocks, len(holds.held)) == (size, 0)
             holds.yield_frames()
-            frames = await bench.cache.mover.slots.take_frames(kv.size)
+            frames = await bench.cache.mover.slots.take_frames(size)
             assert [(each.frames, each.filled) for each in holds.claim_frames(frames)] == [(frames, False)]
             assert list(holds.filling) == [digest]
             given.append((frames, holds))
-        assert [holds.filled() for _, holds in given] == [given[0][0], []]
-        assert [len(holds.held) for holds in (first, second)] == [kv.size, 0]
-        assert (second.grew, list(second.filling), budget.taken) == (True, [], kv.size)
+        assert [holds.filled([0]) for _, holds in given] == [given[0][0], []]
+        assert [len(holds.held) for holds in (first, second)] == [size, 0]
+        assert (second.grew, list(second.filling), budget.taken) == (True, [], size)
         for holds in (first, second):
             holds.end()
         bench.cache.tiers.compute.free(given[1][0])
@@ -289,10 +288,11 @@ async def test_tenants_do_not_share_images(vision: Any, bench_of: Any) -> None:
     images = vision.prompt(picture(23)).images
     async with bench_of() as bench:
         spec = bench.namespace.spec
-        salted = image_namespace(msgspec.structs.replace(spec, salt=b"tenant"), 2, spec.parts[0].nbytes)
-        assert salted.name == image_namespace(spec, 2, spec.parts[0].nbytes).name
+        salted = image_namespace(msgspec.structs.replace(spec, salt=b"tenant"), bench.hello)
+        plain = image_namespace(spec, bench.hello)
+        assert salted is not None and plain is not None and salted.name == plain.name
         one, two = (
-            ImageKv.of(bench.cache, bench.cache.register(each), images, bench.pool.frame_bytes)
+            ImageKv.of(bench.cache, bench.cache.register(each), images, bench.hello)
             for each in (salted, msgspec.structs.replace(salted, salt=b""))
         )
         (digest,) = one.chains

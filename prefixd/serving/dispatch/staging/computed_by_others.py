@@ -33,13 +33,14 @@ def keeps_state(request: Request, running: Iterable[Request]) -> bool:
 
 
 def embeds_image(request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to fill frames with an image that this request needs, in its first pass."""
+    """Whether a running request is about to fill frames with an image that this request needs."""
     kv = request.image_kv
     if kv is None:
         return False
+    needed = kv.needed(len(request.rows) * request.trie.block_tokens)
     holds = [other.image_holds for other in running]
     return any(
-        other.kv.namespace is kv.namespace and not kv.chains.keys().isdisjoint(other.filling)
+        other.kv.namespace is kv.namespace and other.keeping and not other.filling.isdisjoint(needed)
         for other in holds
         if other is not None
     )

@@ -61,7 +61,7 @@ class LoadPlanner:
             chosen = rows
         elif self._mode == "never":
             chosen = request.usable(rows, trie.there[rows, self._cache.tiers.compute.level])
-        elif trie.has_rules or request.image_kv is not None:
+        elif trie.has_rules or (request.image_kv is not None and request.image_kv.every_row):
             chosen = self._worth_loading(request, turn_s + self._backlog_s())
         else:
             chosen = self._planned(request, request.choice.stretches, demanded, turn_s)

@@ -80,13 +80,15 @@ class Prefetcher:
         self._tracker.remove(request)
         owner, images = f"request {request.name}", None
         if request.image_kv is not None:
+            caching = self._context.caching and (self._context.options.keep_embeddings or request.image_kv.every_row)
             images = ImageHolds(
                 self._cache,
                 self._context.image_budget,
                 owner,
                 request.image_kv,
-                finding=self._context.caching and not request.uncached,
-                keeping=self._context.caching and request.keeps,
+                finding=caching and not request.uncached,
+                keeping=caching and request.keeps,
+                computed_tokens=len(rows) * trie.block_tokens,
             )
         behind = None if request.beside is None else request.beside.rows
         request.stage(Footprint(self._cache, self._context.budget, owner, trie, rows, images, behind))

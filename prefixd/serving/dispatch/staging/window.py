@@ -296,9 +296,10 @@ def _weigh_images(request: Request, budget: FrameBudget, *, caching: bool) -> in
         return 0
     if holds is not None:
         return holds.missing_blocks * kv.width + budget.weigh(kv.trie, holds.held)
-    found = [kv.find(digest) if caching else NO_ROWS for digest in kv.chains]
-    missing = sum(kv.size for rows in found if not len(rows))
-    return missing + budget.weigh(kv.trie, np.concatenate([NO_ROWS, *found]))
+    needed = kv.needed(len(request.rows) * request.trie.block_tokens)
+    found = {digest: kv.find(digest) if caching else NO_ROWS for digest in needed}
+    missing = sum(kv.size(digest) for digest, rows in found.items() if not len(rows))
+    return missing + budget.weigh(kv.trie, np.concatenate([NO_ROWS, *found.values()]))
 
 
 def _never_fits(request: Request, pool: FramePool) -> ExhaustedError:

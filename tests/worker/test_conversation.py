@@ -75,7 +75,7 @@ def test_the_memory_is_taken_before_weights_are_loaded(llama_directory, monkeypa
     """Loading can take minutes; the daemon gives up on descriptors that nobody takes long before that."""
     taken = []
 
-    def load(spec, *, paged, operators):
+    def load(spec, *, paged, operators, note):
         assert not paged and operators == "model"
         assert taken == [0]
         raise ModelError("these weights are damaged")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -35,11 +35,18 @@ class StepPart:
     ahead: int = 0
     kept: KeptInPass | None = None
     proposed: Sequence[int] = ()
+    unread: bool = field(init=False)
+    """Whether its token is on the device alone: what the last pass has sampled for the run."""
+    rows: int = field(init=False)
+    """Number of its tokens, proposed ones included."""
+    wanted: int = field(init=False)
+    """Number of the last of these tokens whose logits are wanted."""
 
-    @property
-    def unread(self) -> bool:
-        """Whether its token is on the device alone: what the last pass has sampled for the run."""
-        return self.start + self.count > len(self.member.tokens)
+    def __post_init__(self) -> None:
+        # Fields, not properties: a step asks for them a dozen times.
+        self.unread = self.start + self.count > len(self.member.tokens)
+        self.rows = self.count + len(self.proposed)
+        self.wanted = 1 + len(self.proposed) if self.followed else 0
 
     @property
     def tokens(self) -> list[int]:
@@ -47,16 +54,6 @@ class StepPart:
         if self.unread:
             return [0]
         return [*self.member.tokens[self.start : self.start + self.count], *self.proposed]
-
-    @property
-    def rows(self) -> int:
-        """Number of these tokens."""
-        return self.count + len(self.proposed)
-
-    @property
-    def wanted(self) -> int:
-        """Number of the last of these tokens whose logits are wanted."""
-        return 1 + len(self.proposed) if self.followed else 0
 
 
 class StepPlanner:

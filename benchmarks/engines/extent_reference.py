@@ -26,8 +26,8 @@ def extent_reference(
         raise ValueError("places and tiles must be int32")
     if query.stride(-1) != 1 or keys.stride(-1) != 1 or keys.stride() != values.stride():
         raise ValueError("heads must be contiguous, and keys and values lie alike")
-    if call.tiles.block & (call.tiles.block - 1) or call.block_tokens % 16:
-        raise ValueError(f"tiles of {call.tiles.block} rows, or blocks of {call.block_tokens} tokens")
+    if call.tiles.block & (call.tiles.block - 1) or call.tiles.block < 16:
+        raise ValueError(f"tiles of {call.tiles.block} rows, which is no power of two from 16 on")
     for sequence, row, count in zip(*(tensor.tolist() for tensor in tiles), strict=True):
         if not 0 < count * group <= call.tiles.block:
             raise ValueError(f"{count} queries with {group} heads each do not fit into a tile of {call.tiles.block}")

@@ -33,7 +33,7 @@ from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.kv import Heads
 from prefixd.worker.attention.attention import AttentionBackend
 from prefixd.worker.attention.choice.pass_plan import PassPlan
-from prefixd.worker.attention.extent_attention import ExtentAttention, why_not_shape
+from prefixd.worker.attention.extent_attention import ExtentAttention, why_not_group
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention
 from prefixd.worker.attention.kernels.extent_call import ExtentKernel
@@ -71,7 +71,7 @@ class Ways:
         self._alone: AloneKernel = alone_reference
         self._varlen: Callable[..., Any] | None = varlen_reference
         self._extents: ExtentKernel | None = extent_reference
-        self._why_no_triton = why_not_shape(geometry.block_tokens, heads.query_heads // heads.kv_heads) or ""
+        self._why_no_triton = why_not_group(heads.query_heads // heads.kv_heads) or ""
         self._why_no_split: str | None = None
         self._why_not_alone: str | None = None
         if device.measures:

@@ -29,7 +29,6 @@ from prefixd.worker_protocol.errors import ModelError
 
 _TILE_ROWS = 64  # of a prompt's tile: its queries times the query heads of a KV head
 _FEWEST_ROWS = 16  # of a matrix product in Triton
-_SMALLEST_BLOCK = 16
 _MOST_GROUP = 128
 _KeysOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -55,13 +54,8 @@ class ExtentAttention:
         return "it reads keys and values from memory alone; set worker.device to cpu" if kind.expanded else None
 
 
-def why_not_shape(block_tokens: int, group: int) -> str | None:
-    """Why the kernel does not take blocks of so many tokens, or `group` query heads a KV head; None if it does."""
-    if block_tokens % _SMALLEST_BLOCK:
-        return (
-            f"it reads multiples of {_SMALLEST_BLOCK} tokens, and a block has {block_tokens} (worker.block_tokens asks "
-            "for them)"
-        )
+def why_not_group(group: int) -> str | None:
+    """Why the kernel does not take `group` query heads a KV head; None if it does."""
     return f"it takes up to {_MOST_GROUP} query heads a KV head, not {group}" if group > _MOST_GROUP else None
 
 

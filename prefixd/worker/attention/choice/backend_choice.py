@@ -10,7 +10,7 @@ from prefixd.worker.attention.attention import AttentionBackend, AttentionKind, 
 from prefixd.worker.attention.choice.cost_table import read_costs
 from prefixd.worker.attention.choice.pass_plan import CheapestPlan, Plan, split_long
 from prefixd.worker.attention.chunked_attention import ChunkedAttention
-from prefixd.worker.attention.extent_attention import ExtentAttention, why_not_shape
+from prefixd.worker.attention.extent_attention import ExtentAttention, why_not_group
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
 from prefixd.worker.attention.kernels.extent_call import ExtentKernel
@@ -88,7 +88,7 @@ def _choose_on_cuda(
 
 
 def _extent_kernel(spec: ModelSpec, geometry: KvGeometry, heads: int) -> tuple[ExtentKernel | None, str]:
-    if reason := why_not_shape(geometry.block_tokens, heads // geometry.kv_heads):
+    if reason := why_not_group(heads // geometry.kv_heads):
         return None, reason
     return find_extent_kernel(heads, geometry.kv_heads, geometry.head_dim, getattr(torch, spec.dtype), spec.device)
 

@@ -51,7 +51,7 @@ class ExtentCall:
     places: where the keys are.
     tiles: of its queries.
     positions: of each row in its sequence, lasts: the last key that it sees, ``[rows]`` in int32.
-    block_tokens: tokens that lie together; kernels read a power of two of them that divides it.
+    block_tokens: tokens of a block, which lie together.
     span: most keys that a tile reads, without a window.
     """
 

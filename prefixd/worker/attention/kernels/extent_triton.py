@@ -10,7 +10,6 @@ Nothing behind the last key is read, and nothing before the first key of a windo
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -33,8 +32,8 @@ def _add_keys(
     query,
     keys,
     values,
-    token_stride,
-    number,
+    key,
+    offsets,
     first_key,
     stop,
     position,
@@ -45,16 +44,13 @@ def _add_keys(
     window,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to BLOCK_N keys from token `number` on, the first of which `keys` and `values` point to. most, total: of
-    each row, base 2."""
-    column, dim = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    key = number + column
+    """Attend to the keys with the numbers `key`, which lie `offsets` behind `keys` and `values`; both ``[BLOCK_N]``.
+    most, total: of each row, base 2."""
+    dim = tl.arange(0, BLOCK_D)
     there = (key >= first_key) & (key < stop)
-    offsets = column.to(tl.int64) * token_stride
     loaded = tl.load(keys + offsets[None, :] + dim[:, None], mask=there[None, :] & (dim < dims)[:, None], other=0.0)
     scores = tl.dot(query, loaded, input_precision=PRECISION) * scale
     if SOFTCAP:
@@ -118,7 +114,7 @@ def _attend(
 ):
     tile, kv, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(tile_sequence + tile)
-    line, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    line, dim, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     row = tl.load(tile_row + tile) + line // group
     head = kv * group + line % group
     used = line // group < tl.load(tile_count + tile)
@@ -142,17 +138,18 @@ def _attend(
     if PAGED:
         pages = table + sequence.to(tl.int64) * table_width
         for number in range(low, stop, BLOCK_N):
-            page = tl.load(pages + number // block_tokens).to(tl.int64)
-            offset = page * page_stride + (number % block_tokens).to(tl.int64) * token_stride
+            key = number + column
+            page = tl.load(pages + key // block_tokens, mask=key < stop, other=0).to(tl.int64)
+            offsets = page * page_stride + (key % block_tokens).to(tl.int64) * token_stride
             most, total, result = _add_keys(
                 most,
                 total,
                 result,
                 asked,
-                own_keys + offset,
-                own_values + offset,
-                token_stride,
-                number,
+                own_keys,
+                own_values,
+                key,
+                offsets,
                 first_key,
                 stop,
                 position,
@@ -163,27 +160,28 @@ def _attend(
                 window,
                 WINDOW,
                 SOFTCAP,
-                BLOCK_N,
                 BLOCK_D,
                 PRECISION,
             )
     else:
         for run in range(tl.load(table + sequence), tl.load(table + sequence + 1)):
             begin = tl.load(run_token + run)
-            offset = tl.load(run_page + run).to(tl.int64) * page_stride
-            for number in range(tl.maximum(begin, low), tl.minimum(tl.load(run_stop + run), stop), BLOCK_N):
-                place = offset + (number - begin).to(tl.int64) * token_stride
+            end = tl.minimum(tl.load(run_stop + run), stop)
+            place = tl.load(run_page + run).to(tl.int64) * page_stride
+            for number in range(tl.maximum(begin, low), end, BLOCK_N):
+                key = number + column
+                offsets = place + (key - begin).to(tl.int64) * token_stride
                 most, total, result = _add_keys(
                     most,
                     total,
                     result,
                     asked,
-                    own_keys + place,
-                    own_values + place,
-                    token_stride,
-                    number,
+                    own_keys,
+                    own_values,
+                    key,
+                    offsets,
                     first_key,
-                    stop,
+                    end,
                     position,
                     last,
                     dims,
@@ -192,7 +190,6 @@ def _attend(
                     window,
                     WINDOW,
                     SOFTCAP,
-                    BLOCK_N,
                     BLOCK_D,
                     PRECISION,
                 )
@@ -226,7 +223,7 @@ def extent_attention(
     kv_heads = keys.shape[-2]
     group, paged = heads // kv_heads, isinstance(call.places, Blocks)
     block_d = max(16, triton.next_power_of_2(dims))
-    block_n = min(math.gcd(call.block_tokens, 128), 64 if block_d <= 128 else 32)
+    block_n = 64 if block_d <= 128 else 32
     tiles = len(call.tiles.sequence)
     tile_rows = call.tiles.block // group
     span = call.span if scores.window is None else min(call.span, scores.window + tile_rows + block_n)

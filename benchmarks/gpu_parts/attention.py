@@ -53,11 +53,12 @@ PHASES = ("decode", "prefill")
 CHOICES = ("contiguous", "alone", "split4", "split8", "split16")
 WAYS = {
     ("gqa", "token"): (*CHOICES, "stride", "request", "triton", "paged", "extents", "gathered"),
-    ("gqa", "layer"): (*CHOICES, "triton", "paged"),
-    ("mha", "token"): (*CHOICES, "triton", "paged", "extents"),
-    ("mqa", "token"): ("contiguous", "alone", "split8", "triton", "paged"),
+    ("gqa", "layer"): CHOICES,
+    ("mha", "token"): (*CHOICES, "paged", "extents"),
+    ("mqa", "token"): ("contiguous", "alone", "split8", "gathered"),
 }
-"""By shape and layout: the worker's choices, and what they are compared with; see `attention_ways`."""
+"""By shape and layout: the worker's choices, and what they are compared with; see `attention_ways`. Each shape has
+kernels in Triton of its own, which take a second or two to compile."""
 _SMALL_WAYS = {("gqa", "token"): WAYS["gqa", "token"], ("mha", "layer"): ("contiguous", "alone", "split8", "paged")}
 _ONE_A_REQUEST, _MOST_AT_A_TIME = ("alone", "request"), 8  # sequences: more take long, and are known to be slow
 

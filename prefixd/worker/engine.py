@@ -137,13 +137,13 @@ class Engine:
         `meanwhile` is called while the device computes; it may call `start`, `extend`, `arrived` and `cancel`, so that
         the memory of the next pass is mapped beside this one.
         """
-        messages: list[Step | Done] = []
         if any(isinstance(run, Run) and run.must_be_read for run in self._runs):
-            messages += self._passes.report(self._passes.sampled())
+            # Before another pass: `meanwhile` sends the ends of the requests that this report ends.
+            return [*self._passes.report(self._passes.sampled()), *self.poll()]
         started = self._clock()
         parts = self._planner.plan()
         if not parts:
-            return [*messages, *self._passes.report(self._passes.sampled()), *self.poll()]
+            return [*self._passes.report(self._passes.sampled()), *self.poll()]
         if self._draft is not None:
             parts = with_proposals(parts, self._draft)
         at_once = not self._ahead or any(isinstance(part.run, BeamRun) for part in parts)
@@ -153,11 +153,12 @@ class Engine:
         if meanwhile is not None:
             meanwhile()
         if not at_once:
-            messages += self._passes.report(self._passes.sampled(len(self._passes) - 1))
+            # `meanwhile` may have reported this pass, too: a request of it was cancelled, and the device was done.
+            count = self._passes.sampled(max(0, len(self._passes) - 1))
         else:
             # On a GPU a pass without a sampled token is reported with the next that has one.
             count = self._passes.sampled() if self._model.asynchronous else len(self._passes)
-            messages += self._passes.report(count)
+        messages: list[Step | Done] = [*self._passes.report(count)]
         self._computing = False
         for message in self._later:
             if message.id in self._runs:

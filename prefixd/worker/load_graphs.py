@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import torch
+
 from prefixd.worker.attention.captured import GraphCapture
+from prefixd.worker.attention.chunked_attention import ChunkedAttention
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.pass_graphs import PassGraphs
@@ -38,6 +41,8 @@ def why_no_graphs(settings: WorkerSettings, spec: ModelSpec, model: CausalModel,
         return "the model's positions have three dimensions; CUDA graphs need one"
     if not isinstance(kv, VirtualKv):
         return f'worker.kv is "{settings.kv}"; CUDA graphs need "virtual"'
+    if isinstance(model.attention, ChunkedAttention):
+        return "layers of the model attend in chunks; CUDA graphs know none"
     if not isinstance(model.attention, FlashAttention):
         geometry = spec.geometry
         return (
@@ -120,7 +125,7 @@ def capture(
                         readiness.note(f"captured {done} of {total} CUDA graphs in {now - started:.1f} s")
             finally:
                 model.synchronize()  # before the memory is unmapped
-    except OutOfMemoryError as error:
+    except (OutOfMemoryError, torch.OutOfMemoryError) as error:
         readiness.note(f"CUDA graphs are captured when they are first needed: there is no memory to do it now: {error}")
         return
     rest = "" if done == total else "; the others are captured when they are first needed"

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 
 
@@ -15,6 +16,12 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     It copies from pinned memory: otherwise the host would wait for all work that is queued on the stream.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def array_to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy of `array` on `device`, from pinned memory as in `to_device`."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def uploaded(columns: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

@@ -174,6 +174,28 @@ def test_a_row_that_is_taken_meanwhile_has_what_its_request_needs(worker: Worker
     assert worker.manager.ahead.expected_rows == frozenset()
 
 
+def test_rows_are_taken_while_the_thread_looks_for_those_to_unmap(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.end(worker.attach(worker.frames(0, BLOCKS)))
+    taken: list[VirtualTensor] = []
+
+    class Switching(dict[int, tuple[FrameId, ...]]):
+        """Where the interpreter would switch threads: the owner takes a row."""
+
+        def __contains__(self, row: object) -> bool:
+            if not taken:
+                taken.append(worker.manager.create())
+            return super().__contains__(row)
+
+    worker.manager.map_ahead()
+    monkeypatch.setattr(worker.manager.ahead, "_expected", Switching())
+    worker.thread.run()
+    monkeypatch.undo()
+    worker.manager.map_ahead()  # raises what the thread has raised
+    worker.end(taken[0])
+
+
 @pytest.mark.parametrize("mapped", [False, True], ids=["before it is mapped", "afterwards"])
 def test_frames_that_go_are_not_expected_any_more(worker: Worker, mapped: bool) -> None:
     prefix = worker.frames(0, PREFIX)

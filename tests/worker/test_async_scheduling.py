@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from prefixd.base.sampling import BeamSearch
 from prefixd.worker import pass_queue
 from prefixd.worker.decoding.token_choice import Choice, Chosen, QueuedChoices, queue_choices
 from prefixd.worker.memory.kv_memory import KvSequence, StepKv
-from prefixd.worker.model import CausalModel
+from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.pass_queue import PassQueue, QueuedPass
+from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker.to_device import UnreadTokens
-from prefixd.worker_protocol.protocol import Cancel, Done, Extend, blocks_needed
+from prefixd.worker_protocol.protocol import Cancel, Done, Extend, StateFrames, Step, blocks_needed
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.errors import OutOfMemoryError
 from tests.worker.conftest import VOCAB, Rig
+from tests.worker.tiny_models import build_recurrent
 
 GARBAGE = 1 << 40
 
@@ -276,6 +280,28 @@ def test_a_stop_token_that_would_fill_a_block_fills_none(
     assert sum(step.computed_tokens for step in ahead.steps) == len(prompt) + 13
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_request_is_cancelled_while_its_pass_is_computed(
+    lazy: Callable[..., tuple[Rig, LazyStream]], prompt: list[int], others: int
+) -> None:
+    """The device is done at once, so the request's end is reported before the step has reported anything."""
+    rig, stream = lazy()
+    cancelled = rig.start(prompt, max_tokens=8)
+    kept = [rig.start(prompt[:20], max_tokens=8) for _ in range(others)]
+    rig.step()
+    rig.step()
+
+    def meanwhile() -> None:
+        rig.take(rig.engine.cancel(Cancel(cancelled)))
+        stream.until(len(stream.work))
+        rig.take(rig.engine.poll())
+
+    rig.take(rig.engine.step(meanwhile))
+    rig.run()
+    assert rig.done[cancelled].reason == "cancelled"
+    assert [len(rig.tokens[request]) for request in kept] == [8] * others
+
+
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_logits_that_are_not_finite_end_their_requests_alone(model: CausalModel, prompt: list[int], at: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -318,3 +344,30 @@ def test_memory_that_cannot_be_mapped_is_no_matter_for_a_request_that_has_ended(
     assert (ahead.done[ending].reason, ahead.done[going].reason) == ("stop", "no_memory")
     assert ahead.tokens[ending] == generated
     assert ahead.tokens[going] == generated[:13], "its prompt took a pass more"
+
+
+def test_tokens_come_before_the_end_that_is_told_while_the_next_pass_is_computed(tmp_path: Path) -> None:
+    """One request comes to a block's end, so all tokens are read before the next pass; they end the other request."""
+    build_recurrent("jamba").save_pretrained(tmp_path)
+    loaded = load_model(read_model_spec(WorkerSettings(model=str(tmp_path), device="cpu", dtype="float32")))
+    rig = Rig(loaded, frames=200, ahead=True)
+    sent: list[Step | Done] = []
+
+    def send(messages: list[Step | Done]) -> None:
+        sent.extend(messages)
+        rig.take(messages)
+
+    def state() -> StateFrames:
+        return StateFrames(own=rig.state_frames(), tail=rig.state_frames())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(loaded), "asynchronous", True)
+        rig.start(list(range(1, rig.block_tokens - 3)), state=state(), max_tokens=30)
+        ends = rig.start(list(range(1, 2 * rig.block_tokens - 6)), state=state(), max_tokens=4)
+        for _ in range(8):
+            send(rig.engine.step(lambda: send(rig.engine.poll())))
+    updates = [update.id for each in sent if isinstance(each, Step) for update in each.updates]
+    end = next(place for place, each in enumerate(sent) if isinstance(each, Done) and each.id == ends)
+    later = [update.id for each in sent[end:] if isinstance(each, Step) for update in each.updates]
+    assert ends in updates and ends not in later and len(rig.tokens[ends]) == 4
+    rig.close()

@@ -171,6 +171,10 @@ class CapturedPasses:
         """The keys of the graphs that there are."""
         return [*self._captured]
 
+    def has_room(self, key: tuple[int, int]) -> bool:
+        """Whether there is a graph of `key`, or can be."""
+        return self.usable and (not self.full or key in self._captured)
+
     def run(self, key: tuple[int, int], step: Callable[[], CapturedStep], size: int) -> torch.Tensor:
         """The logits of a pass whose numbers have been sent; `size`: its shape, for messages.
 
@@ -190,12 +194,12 @@ class CapturedPasses:
 
     def _captured_like(self, expected: torch.Tensor, step: CapturedStep, size: int) -> Replay | None:
         """A graph of a step that gives the expected logits; None if it fails."""
-        if self._logits is None:
-            self._logits = expected.new_empty((self._results, expected.shape[1]))
-        logits = self._logits[: len(expected)]
-        finite = expected.isfinite()  # damaged KV of one request is no fault of the graph
-        wanted = expected[finite].float()
         try:
+            if self._logits is None:
+                self._logits = expected.new_empty((self._results, expected.shape[1]))
+            logits = self._logits[: len(expected)]
+            finite = expected.isfinite()  # damaged KV of one request is no fault of the graph
+            wanted = expected[finite].float()
             replay = self._capture(lambda: logits.copy_(self._compute(step)))
             difference = float((replay()[finite].float() - wanted).norm())
         except torch.OutOfMemoryError as failure:

@@ -102,9 +102,9 @@ class DecodeGraphs:
         """Graphs that there are."""
         return len(self._passes.captured)
 
-    def fits(self, sequences: int) -> bool:
-        """Whether there is a graph for `sequences` sequences, or can be."""
-        return self._passes.usable and sequences < len(self._size_of)
+    def fits(self, positions: Sequence[int]) -> bool:
+        """Whether there is a graph for a token at each of these positions, or can be."""
+        return len(positions) < len(self._size_of) and self._passes.has_room(self._key(positions))
 
     def run(
         self,
@@ -118,9 +118,7 @@ class DecodeGraphs:
         rows[i] is the sequence's row of `kv`, which has memory for the token at positions[i].
         unread: those of the tokens that the host has not read.
         """
-        size = self._sizes[self._size_of[len(tokens)]]
-        most_keys = min(max(self._lengths[0], 1 << max(positions).bit_length()), self._kv.shape[1])
-        return self._run(size, most_keys, tokens, rows, positions, unread)[: len(tokens)]
+        return self._run(*self._key(positions), tokens, rows, positions, unread)[: len(tokens)]
 
     @property
     def most_graphs(self) -> int:
@@ -143,6 +141,11 @@ class DecodeGraphs:
                 tokens = [(7 * position + 3) % vocab_size for position in positions]
                 self._run(size, most_keys, tokens, rows, positions)
                 yield
+
+    def _key(self, positions: Sequence[int]) -> tuple[int, int]:
+        """The batch size and the keys of the graph for tokens at these positions."""
+        most_keys = min(max(self._lengths[0], 1 << max(positions).bit_length()), self._kv.shape[1])
+        return self._sizes[self._size_of[len(positions)]], most_keys
 
     def _run(
         self,

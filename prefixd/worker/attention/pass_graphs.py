@@ -36,9 +36,9 @@ class PassGraphs:
         unread: those of the tokens that the host has not read.
         """
         if len(wanted) == len(spans) == len(tokens):
-            if not self.decode.fits(len(tokens)):
-                return None
             rows, positions, _ = zip(*spans, strict=True)
+            if not self.decode.fits(positions):
+                return None
             return self.decode.run(tokens, rows, positions, unread)
         if self.prompts is None or not self.prompts.fits(spans):
             return None

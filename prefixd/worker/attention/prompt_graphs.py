@@ -95,11 +95,12 @@ class PromptGraphs:
 
     def fits(self, spans: Sequence[Span]) -> bool:
         """Whether there is a graph for a pass over these tokens, or can be."""
+        tokens = sum(span.length for span in spans)
         return (
-            self._passes.usable
-            and len(spans) <= _MOST_SEQUENCES
-            and sum(span.length for span in spans) <= _SIZES[-1]
+            len(spans) <= _MOST_SEQUENCES
+            and tokens <= _SIZES[-1]
             and max(span.start + span.length for span in spans) <= _MOST_KEYS
+            and self._passes.has_room((_SIZES[self._size_of[tokens]], _MOST_KEYS))
         )
 
     def run(

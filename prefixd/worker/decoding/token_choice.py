@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from prefixd.base.sampling import MOST_LOGPROBS, Sampling
-from prefixd.worker.to_device import HostCopy, to_device
+from prefixd.worker.to_device import HostCopy, array_to_device, to_device
 from prefixd.worker_protocol.protocol import TokenLogprobs
 
 
@@ -37,7 +37,7 @@ class TokenCounts:
         ids = np.asarray(tokens, np.int64)
         split = len(ids) - generated
         counts = [np.bincount(part, minlength=vocab_size).astype(np.int32) for part in (ids[:split], ids[split:])]
-        prompt, self.output = torch.from_numpy(np.stack(counts)).to(device)
+        prompt, self.output = array_to_device(np.stack(counts), device)
         self.prompt = prompt > 0
 
     def after(self, tokens: Sequence[int]) -> TokenCounts:

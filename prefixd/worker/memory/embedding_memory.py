@@ -24,6 +24,7 @@ from prefixd.worker.memory.kv_memory import KvSequence
 from prefixd.worker.memory.paged_blocks import BlockTable
 from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.memory.virtual_kv import VirtualKv
+from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.protocol import ImageFrames
 from prefixd_swap.vtensor import VirtualTensor
 
@@ -77,7 +78,7 @@ class PromptEmbeddings:
         if not isinstance(self._memory, PagedKv):
             return None
         table = cast(BlockTable, self.sequence).pages[self._starts[image] : self._starts[image + 1]]
-        return torch.tensor(table, dtype=torch.int64, device=self._memory.pool.device)
+        return to_device(table, torch.int64, self._memory.pool.device)
 
 
 class EmbeddingMemory:

@@ -127,7 +127,8 @@ class MappingAhead:
 
     def _to_reclaim(self) -> Iterator[Row]:
         """The rows to unmap, the longest idle first."""
-        idle = [row for row in self._virtual.idle() if row.number not in self._expected]
+        # Copied at once: the owner takes and gives back rows meanwhile.
+        idle = [row for row in list(self._virtual.idle()) if row.number not in self._expected]
         clean = sum(not row.mapped_blocks for row in idle)
         held = sum(row.mapped_blocks for row in idle)
         frames = self._table.size

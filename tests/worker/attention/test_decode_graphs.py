@@ -35,7 +35,7 @@ def test_decode_passes_are_replayed_with_the_same_tokens(rig_with, prompt):
     assert graphs.captured_sizes == [1, 2, 4], "five at once are too many, and three are filled up to four"
     captured = len(graphs.captured_sizes)  # their first passes are computed without a graph, to compare
     assert graphs.replays == sum(step.computed_tokens <= 4 for step in rig.steps) - captured
-    assert not graphs.fits(5)
+    assert not graphs.fits([1] * 5)
     rig.manager.check_integrity()
 
 
@@ -125,7 +125,7 @@ def test_a_model_that_graphs_do_not_fit_is_computed_without_them(rig_with, promp
     rig.engine._graphs = PassGraphs(graphs)
     assert rig.generate(prompt, temperature=0.8) == expected
     assert len(said) == 1 and re.search(reason, said[0])
-    assert (graphs.replays, graphs.captured_sizes, graphs.fits(1)) == (0, [], False)
+    assert (graphs.replays, graphs.captured_sizes, graphs.fits([1])) == (0, [], False)
 
 
 def test_what_a_graph_reads_lives_as_long_as_the_graph():
@@ -168,6 +168,7 @@ def test_without_memory_for_a_graph_those_that_there_are_stay(rig_with, prompt):
     rig.run()
     assert [rig.tokens[request][:8] for request in requests] == expected
     assert graphs.captured_sizes == [1] and graphs.replays > 5
+    assert graphs.fits([50]) and not graphs.fits([50, 50]), "what has no graph is computed as without graphs"
     assert notes == [
         "no memory for the CUDA graph of a decode pass of 4, nor for others: "
         "CUDA out of memory. Tried to allocate 16 MiB."
@@ -197,3 +198,20 @@ def test_a_graph_looks_for_keys_up_to_a_power_of_two():
     for positions in ([0], [7], [8, 3], [15], [16], [31, 2], [32], [47]):
         graphs.run([1] * len(positions), range(len(positions)), positions)
     assert sorted(set(asked)) == [(1, 8), (1, 16), (1, 32), (1, 48), (2, 16), (2, 32)]
+
+
+def test_a_pass_at_load_for_which_there_is_no_memory_leaves_the_rest_for_later(rig_with):
+    rig = rig_with(FlashAttention(varlen_reference))
+    notes: list[str] = []
+
+    def compute(step: CapturedStep) -> torch.Tensor:
+        if step.rows > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rig.model.captured(step)
+
+    graphs = DecodeGraphs(rig.manager.kv, compute, 17, pytest.fail, capture=lambda compute: compute)
+    readiness = Readiness(lambda message: notes.append(message.text))
+    capture([graphs], rig.model, rig.kv, 60.0, readiness, itertools.count().__next__)
+    assert len(notes) == 1 and "captured when they are first needed" in notes[0]
+    assert graphs.captured_sizes == [] and graphs.fits([1])
+    rig.manager.check_integrity()

@@ -807,7 +807,7 @@ async def test_the_frames_of_images_count_in_what_a_request_needs(cache: TieredC
         None,  # type: ignore[arg-type]
         frames=200,
         images=Reader(),  # type: ignore[arg-type]
-        image_namespace=image_namespace(space, 60, 8192),
+        image_namespace=image_namespace(space, hello),
     )
 
     async def model() -> ServedModel:

@@ -148,9 +148,18 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
+_REMOVED = {
+    "worker.feature_bytes": "images' embeddings lie in the tiers now, so remove it; worker.keep_embeddings = false "
+    "computes them anew for each prompt",
+}
+"""Settings of earlier versions, and what to do instead."""
+
+
 def _remedy(name: str, known: Collection[str]) -> str:
     inside = [other for other in known if other.startswith(f"{name}.")]
     if inside:
         return f"{name} is a section, with settings such as {inside[0]}"
+    if name in _REMOVED:
+        return _REMOVED[name]
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else "`prefixd config show` lists them all"

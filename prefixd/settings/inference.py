@@ -82,7 +82,7 @@ class WorkerSettings(Section):
     block_tokens: Count = 16
     """Tokens of one cached block; more where a block must fill whole chunks of memory, see `prefixd stats`."""
     block_padding: Literal["auto", "none", "any"] = "auto"
-    """What the KV of a token may be padded so that short blocks fill whole chunks of memory. auto: up
+    """How much padding the KV of a token may have so that short blocks fill whole chunks of memory. auto: up
     to 15%, and what blocks of 64 tokens need if that is not enough, up to 200%. none: blocks take the least memory, and
     only prompts longer than a block are found again. any: blocks have block_tokens, whatever it costs. Other tiers
     hold no padding, except with kv = "paged"."""
@@ -100,7 +100,7 @@ class WorkerSettings(Section):
     "token". flex: FlexAttention."""
     attention_costs: AbsolutePath | None = None
     """The file by which attention = "auto" chooses, as benchmarks.gpu writes it beside its result. Without one:
-    figures of an H100 or H200 that come with prefixd."""
+    the figures of this GPU if it is an H100 or H200, else those of an H100."""
     page_order: Literal["few_free", "jenga"] = "few_free"
     """With kv = "paged", where a block's page comes from. few_free: a large page of the request's own while little is
     free inside large pages, else any free page. jenga: always its own, and a whole large page is evicted before a page
@@ -128,7 +128,8 @@ class WorkerSettings(Section):
     16,384 tokens with those before the step."""
     cuda_graphs_seconds: Annotated[int, Field(ge=0, le=3600)] = 20
     """The most time, in seconds, to capture CUDA graphs when a model is loaded, those of short sequences first. The
-    others are captured when they are first needed, which takes some tenths of a second in a step. 0: all of them."""
+    others are captured when they are first needed, which takes some tenths of a second in a step. 0: none is captured
+    at load."""
     operators: Literal["auto", "model", "merged", "fused"] = "auto"
     """How far the worker rewrites a model's layers, so that a step has fewer operators. model: not at all. merged: one
     matrix product for queries, keys and values and one for the gate and the values of an MLP, and RMSNorm in one

@@ -505,7 +505,9 @@ def test_an_address_that_is_none_is_refused(cli: Cli) -> None:
 
 def test_config_show_names_sources(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFIXD_CPU__BYTES", "2GiB")
-    out = cli("config", "show", "--set", "cache.eviction=fifo").stdout
+    out = cli(
+        "config", "show", "--set", "cache.eviction=fifo", "--set", "worker.embedded=true", "--set", "gpu.bytes=auto"
+    ).stdout
     assert "2147483648 (2.0 GiB)" in out and "PREFIXD_CPU__BYTES" in out and "the command line" in out
     shown = json.loads(cli("config", "show", "--json").stdout)
     assert shown["cpu.bytes"] == {"value": 2 << 30, "source": "PREFIXD_CPU__BYTES"}

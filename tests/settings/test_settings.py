@@ -262,6 +262,7 @@ def test_tenants_are_guaranteed_what_an_idle_tier_has(tmp_path: Path) -> None:
         ),
         ({"worker.draft_tokens": 65}, ["worker.draft_tokens = '65'", "64"]),
         ({"cpu.byte": 1}, ["no setting cpu.byte", "did you mean cpu.bytes?"]),
+        ({"worker.feature_bytes": 1}, ["images' embeddings lie in the tiers now", "remove it", "keep_embeddings"]),
         ({"cpu": 1}, ["cpu is a section", "cpu.bytes"]),
         ({"cpu.bytes": "x", "disk.bytes": "y"}, ["and 1 more"]),
     ],

@@ -53,7 +53,7 @@ def _setting_value(name: str, value: Any) -> Text:
         return Text("-", style="dim")
     if isinstance(value, bool):
         return Text(str(value).lower())
-    if name.endswith("bytes"):
+    if name.endswith("bytes") and isinstance(value, int):  # not "auto"
         return Text(f"{value} ({as_size(value)})" if value else "0")
     return Text(str(value))
 

@@ -68,7 +68,7 @@ class ImageKv:
         width: frames of a block.
         every_row: every row of the prompt depends on all images, else only those of their own tokens.
         digests: of the images, in the prompt's order; one may occur several times.
-        ends: of each image, the end of its tokens.
+        firsts, ends: of each image, the first of its tokens and their end.
         blocks: number of blocks of each image, by digest.
         chains: of the images, by digest.
     """
@@ -78,6 +78,7 @@ class ImageKv:
     width: int
     every_row: bool
     digests: Sequence[bytes]
+    firsts: Sequence[int]
     ends: Sequence[int]
     blocks: dict[bytes, int]
     chains: dict[bytes, BlockChain]
@@ -93,8 +94,9 @@ class ImageKv:
             ids = drawn_ids(np.arange(count * LEAST_BLOCK_TOKENS), digest)
             chains[digest] = cache.chain(namespace, ids.tobytes())
         width = namespace.spec.parts[0].nbytes // hello.frame_bytes
-        digests, ends = [image.digest for image in images], [image.first + image.tokens for image in images]
-        return cls(namespace, cache.trie(namespace), width, cross > 0, digests, ends, blocks, chains)
+        digests, firsts = [image.digest for image in images], [image.first for image in images]
+        ends = [image.first + image.tokens for image in images]
+        return cls(namespace, cache.trie(namespace), width, cross > 0, digests, firsts, ends, blocks, chains)
 
     @property
     def frames(self) -> int:
@@ -174,10 +176,15 @@ class ImageHolds:
         """The first block of each held image."""
         return [int(hold.rows[0]) for hold in self._held.values()]
 
-    @property
-    def filling(self) -> set[bytes]:
-        """The images that its run is about to fill."""
-        return self._own.keys() - self._filled
+    def filling(self, computed_tokens: int) -> set[bytes]:
+        """The images that its run fills before it has computed so many tokens of the prompt."""
+        kv = self.kv
+        reached = {
+            digest
+            for digest, first in zip(kv.digests, kv.firsts, strict=True)
+            if kv.every_row or first < computed_tokens
+        }
+        return reached & (self._own.keys() - self._filled)
 
     @property
     def grew(self) -> bool:

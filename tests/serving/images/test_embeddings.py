@@ -17,6 +17,7 @@ from prefixd.cache.index.trie import GPU
 from prefixd.server.services.prefix_info import describe
 from prefixd.server.services.prefix_keys import Prefix
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.worker import test_images as worker_tests
 
@@ -168,6 +169,22 @@ async def test_two_requests_at_once_embed_an_image_once(vision: Any, encoded: li
     for request, prompt in zip(requests, prompts, strict=True):
         assert await bench.tokens_of(request) == vision.greedy(prompt, NEW)
     assert len(encoded) == 1
+
+
+async def test_a_short_prompt_does_not_wait_for_a_long_one_that_comes_to_the_same_image_later(
+    vision: Any, encoded: list[bytes], bench: ModelBench
+) -> None:
+    cat = picture(51)
+    long, short = vision.prompt(text(51, 330), cat, text(60, 9)), vision.prompt(text(53, 5), cat, text(60, 9))
+    first = bench.submit(long.tokens, NEW, long.images)
+    while first.state is not RequestState.RUNNING or not first.run.computed_tokens:
+        await asyncio.sleep(0)
+    second = bench.submit(short.tokens, NEW, short.images)
+    while second.state is RequestState.WAITING:
+        await asyncio.sleep(0)
+    assert first.run.computed_tokens < 200, "the image is 330 tokens from its beginning"
+    for request, prompt in ((first, long), (second, short)):
+        assert await bench.tokens_of(request) == vision.greedy(prompt, NEW)
 
 
 async def test_a_run_that_copies_an_images_kv_enters_no_embedding(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.client import AsyncLease, AsyncReservation
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages
@@ -15,6 +17,7 @@ from prefixd_swap import CopyEngine, PackedPages, PageCopies, StreamMark
 
 _PIECES = 4096  # copied at a time: listing more of them would hold up the link's thread
 
+Ids = npt.NDArray[np.int64]
 Arrived = Callable[[int, StreamMark | None], None]
 
 
@@ -35,6 +38,13 @@ class PartAt:
     """Of its first byte in the arena."""
     ids: Sequence[int]
     """The engine's block ids of the part, in order."""
+
+
+class _Places(NamedTuple):
+    """Parts of a group. ids: [parts, blocks a part]. addresses: [parts], of their first bytes in the arena."""
+
+    ids: Ids
+    addresses: Ids
 
 
 class WindowMismatch(Exception):
@@ -127,7 +137,8 @@ class PartCopies:
             parts: in the order of the prefix.
             arrived: called with each layer in turn, once its bytes are there; with page copies in a thread, once they
                 are there for what runs behind the mark.
-            check: raises if the parts may not be read any more; called between layers.
+            check: raises if the parts may not be read any more; called before each layer, with page copies before the
+                first.
         """
         ranges = [range(layer, layer + 1) for layer in range(len(self._pages[0].layers))]
         nbytes = 0
@@ -139,7 +150,9 @@ class PartCopies:
                     nbytes += await self.copy(parts[first : first + step], layers, Direction.LOAD)
                 arrived(layers.start, None)
             return nbytes
-        packed = [each for layers in ranges if (each := self._packed(parts, 0, layers)) is not None]
+        check()
+        places = self._places(parts, 0)
+        packed = [] if places is None else [self._of_layers(places, 0, layers) for layers in ranges]
         await self._page_copies.scatter_in_turn(packed, arrived)
         return sum(each.nbytes for each in packed)
 
@@ -151,9 +164,18 @@ class PartCopies:
 
     def _packed(self, parts: Sequence[PartAt], group: int, layers: range | None) -> PackedPages | None:
         """The parts of a group for `PageCopies`; None where the engine wants none of its blocks."""
+        places = self._places(parts, group)
+        return None if places is None else self._of_layers(places, group, layers)
+
+    def _places(self, parts: Sequence[PartAt], group: int) -> _Places | None:
+        """Where the parts of a group lie; None where the engine wants none of its blocks."""
         here = [part for part in parts if part.group == group and any(each != NO_BLOCK for each in part.ids)]
         if not here:
             return None
+        return _Places(
+            np.array([part.ids for part in here], np.int64), np.array([part.address for part in here], np.int64)
+        )
+
+    def _of_layers(self, places: _Places, group: int, layers: range | None) -> PackedPages:
         before, runs = self._pages[group].packed(layers)
-        addresses = np.array([part.address for part in here], np.int64) + before * len(here[0].ids)
-        return PackedPages(runs, np.array([part.ids for part in here], np.int64), addresses)
+        return PackedPages(runs, places.ids, places.addresses + before * places.ids.shape[1])

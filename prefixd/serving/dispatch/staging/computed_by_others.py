@@ -33,17 +33,21 @@ def keeps_state(request: Request, running: Iterable[Request]) -> bool:
 
 
 def embeds_image(request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to fill frames with an image that this request needs."""
+    """Whether a running request's next step fills frames with an image that this request needs.
+
+    One that comes to the image later is not waited for: this request fills frames of its own.
+    """
     kv = request.image_kv
     if kv is None:
         return False
     needed = kv.needed(len(request.rows) * request.trie.block_tokens)
-    holds = [other.image_holds for other in running]
-    return any(
-        other.kv.namespace is kv.namespace and other.keeping and not other.filling.isdisjoint(needed)
-        for other in holds
-        if other is not None
-    )
+    for other in running:
+        holds = other.image_holds
+        if holds is not None and holds.kv.namespace is kv.namespace and holds.keeping:
+            reached = other.run.computed_tokens + other.kv.step_tokens
+            if not holds.filling(reached).isdisjoint(needed):
+                return True
+    return False
 
 
 def _same_prefix(request: Request, other: Request, block: int) -> bool:

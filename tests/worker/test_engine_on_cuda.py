@@ -112,7 +112,7 @@ def test_a_mapped_prefix_gives_the_same_tokens_and_is_not_computed_again(make: M
     assert sum(step.computed_tokens for step in rig.steps) == length + 7 - cached * rig.block_tokens
 
 
-@pytest.mark.skipif(STAND_IN, reason="on a CPU both are the same tiles, see test_attention.py")
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("way", ["auto", "extents"])
 def test_block_tables_generate_what_virtual_tensors_do(wide_llama_directory: Path, rig_type: type, way: str) -> None:
     """A prefix is shared by its frames, in whatever order they lie."""
@@ -181,7 +181,7 @@ def test_a_request_cancelled_in_its_prompt_leaves_its_frames_to_the_next(make: M
     assert rig.generate(prompt, frames=frames, temperature=1.0) == expected
 
 
-@pytest.mark.cuda_graphs
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int) -> None:
     """Over the rows that requests have by then: the graphs were captured at load, on scratch memory."""
@@ -206,7 +206,7 @@ def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int)
     assert graphs.replays == 3
 
 
-@pytest.mark.cuda_graphs
+@pytest.mark.real_gpu
 def test_prompts_in_a_graph_come_to_the_logits_of_a_pass_without_it(make: Make) -> None:
     """Two prompts behind prefixes and a request that decodes, in one pass of less tokens than its graph."""
     rig = make("bfloat16", frames=40)
@@ -230,7 +230,7 @@ def test_prompts_in_a_graph_come_to_the_logits_of_a_pass_without_it(make: Make) 
     assert graphs.replays == 3
 
 
-@pytest.mark.cuda_graphs
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fused_operators_come_to_the_logits_of_the_models_own(make: Make, dtype: str) -> None:
     """Compiled for the device; in passes of several sizes, and in a graph, which holds what is compiled by then."""
@@ -252,7 +252,7 @@ def test_fused_operators_come_to_the_logits_of_the_models_own(make: Make, dtype:
         rig.model.rewrite("model")
 
 
-@pytest.mark.cuda_graphs
+@pytest.mark.real_gpu
 def test_a_mixture_of_experts_comes_to_its_logits_with_graphs_or_goes_on_without(
     rig_type: type, tmp_path: Path
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_mixture_of_experts_comes_to_its_logits_with_graphs_or_goes_on_without
         rig.close()
 
 
-@pytest.mark.cuda_graphs
+@pytest.mark.real_gpu
 def test_a_model_that_waits_for_the_device_in_a_pass_is_computed_without_graphs(make: Make) -> None:
     rig = make("bfloat16")
 

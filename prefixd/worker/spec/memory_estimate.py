@@ -40,7 +40,8 @@ def working_bytes(
         sequences: most sequences of a step.
         on_cuda: whether the model runs on a GPU.
     """
-    mlp = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    widths = getattr(config, "intermediate_size", None) or 4 * hidden
+    mlp = max(widths) if isinstance(widths, list | tuple) else int(widths)  # Gemma 3n has one for each layer
     mlp *= int(getattr(config, "num_experts_per_tok", None) or 1)
     per_token = (_HIDDEN_WIDTHS * hidden + _MLP_WIDTHS * mlp) * element_bytes
     per_sequence = _LOGITS * int(config.vocab_size) * 4

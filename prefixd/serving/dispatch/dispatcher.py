@@ -175,6 +175,7 @@ class Dispatcher:
 
     def on_ready(self) -> None:
         """The worker accepts requests from now on."""
+        self._supply.note_ready()
         self.requests.ready = not self._stopping
         self.requests.wake()
 

@@ -174,6 +174,22 @@ async def test_a_request_for_which_the_device_never_has_memory_is_told(elastic: 
         await bench.finish(small)
 
 
+async def test_a_request_that_has_waited_for_a_new_worker_has_not_waited_for_frames(elastic: Any) -> None:
+    async with elastic(device=40, reserve=4) as e:
+        bench = e.bench
+        e.others = 40 - LEAST - 1
+        large = bench.submit(range(40), max_tokens=8)
+        await until(lambda: e.tier.figures.target_bytes == 12 * FRAME)
+        bench.dispatcher.on_death("killed", False)
+        bench.now += 40
+        bench.dispatcher.on_ready()
+        await bench.quiet()
+        assert large.state is RequestState.WAITING
+        e.others = 0
+        await until(lambda: large.state is RequestState.RUNNING)
+        await bench.finish(large)
+
+
 async def test_what_is_ahead_of_its_turn_makes_nothing_grow(elastic: Any) -> None:
     async with elastic(max_running=1) as e:
         bench = e.bench

@@ -104,6 +104,10 @@ class FrameSupply:
         """A request got its frames."""
         self._lacking = None
 
+    def note_ready(self) -> None:
+        """The worker is there: until now requests have waited for it, and not for frames."""
+        self._lacking = None
+
     def _is_starved(self, request: Request) -> bool:
         return request.state is RequestState.STARVED and request.id in self._running
 

@@ -16,7 +16,7 @@ SOME = 256
 """Most tenants in `Stats` and in the metrics; `ListTenants` has all tenants."""
 _COUNTS = ("sessions", "grants", "namespaces", "waiting_requests", "requests_per_s", "calls", "retained_bytes")
 _LARGER = {
-    "gpu": "make the tier larger (`prefixd tier resize gpu`)",
+    "gpu": "make the tier larger (`prefixd tier resize gpu`, or gpu.least_bytes of a tier that grows)",
     "cpu": "raise cpu.bytes and start the daemon again",
     "disk": "raise disk.bytes and start the daemon again",
 }
@@ -24,7 +24,7 @@ _TIER_LIMITS = tuple(f"{tier}_most" for tier in QUOTA_TIERS)
 
 
 def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota], *, gpu: bool) -> None:
-    """Checks that the tiers in their present size hold what these quotas guarantee.
+    """Checks that the tiers hold what these quotas guarantee, at the least size that they have.
 
     Args:
         cache: its tiers.
@@ -34,7 +34,7 @@ def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota], *, gpu: bo
     Raises:
         ValueError: the guarantees of a tier are more than the tier has.
     """
-    sizes = {tier.level: tier.capacity_bytes for tier in cache.tiers.existing}
+    sizes = {tier.level: tier.least_bytes for tier in cache.tiers.existing}
     for level, name in enumerate(QUOTA_TIERS):
         if level in sizes or name != "gpu" or not gpu:
             larger = _LARGER[name] if name != "gpu" or gpu else "start the daemon with a model"

@@ -52,6 +52,11 @@ class Tier(ABC):
         """The most bytes of blocks."""
 
     @property
+    def least_bytes(self) -> int:
+        """Bytes that the tier has at any time: less than its capacity if it grows and shrinks by itself."""
+        return self.capacity_bytes
+
+    @property
     @abstractmethod
     def used_bytes(self) -> int:
         """Allocated bytes."""

@@ -40,6 +40,10 @@ class GpuTier(MemoryTier):
         return self.pool.attainable * self.frame_bytes
 
     @property
+    def least_bytes(self) -> int:
+        return self.pool.least * self.frame_bytes
+
+    @property
     def used_bytes(self) -> int:
         return self.pool.used_count * self.frame_bytes
 

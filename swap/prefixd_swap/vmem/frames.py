@@ -59,6 +59,7 @@ class FramePool:
         self._leaving: set[FrameId] = set()
         self._plan: int | None = None
         self._may_grow_to = 0
+        self._least: int | None = None
         self._closed = False
         try:
             self.admit(self.create(frames))
@@ -80,6 +81,11 @@ class FramePool:
     def attainable(self) -> int:
         """Frames that the pool has, or gets when they are wanted: `lasting`, or more where its owner makes it grow."""
         return max(self.lasting, self._may_grow_to)
+
+    @property
+    def least(self) -> int:
+        """Frames that the pool has at any time: fewer than `lasting` if it grows and shrinks by itself."""
+        return self.lasting if self._least is None else min(self.lasting, self._least)
 
     @property
     def free_count(self) -> int:
@@ -129,8 +135,13 @@ class FramePool:
         self._plan = count
 
     def let_grow(self, count: int) -> None:
-        """Announce that the pool grows to as many as `count` frames when they are wanted. See `attainable`."""
+        """Announce that the pool grows to as many as `count` frames when they are wanted. See `attainable`.
+
+        The first call says, too, that it shrinks again, to the frames that it has then. See `least`.
+        """
         self._may_grow_to = count
+        if self._least is None:
+            self._least = self.capacity
 
     def create(self, count: int) -> NewFrames:
         """Create memory for `count` more frames, in any thread; one call at a time.

@@ -14,6 +14,7 @@ import pytest
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError
 from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
+from prefixd.server.figures.tenant_figures import check_tiers_hold
 from prefixd.serving.models import elastic_tier, tier_resize
 from prefixd.serving.models.elastic_size import Bounds
 from prefixd.serving.models.elastic_tier import ElasticTier
@@ -211,6 +212,16 @@ async def test_it_grows_by_what_other_tenants_are_guaranteed(elastic: Any) -> No
         await bench.running(request)
         assert e.pool.capacity >= 4 + 3
         await bench.finish(request)
+
+
+async def test_guarantees_have_to_fit_its_least(elastic: Any) -> None:
+    async with elastic(reserve=4) as e:
+        await e.bench.finish(e.bench.submit(range(60), max_tokens=4))
+        assert e.pool.capacity >= 16
+        fits, more = (Quota(tiers=(TierQuota(count * FRAME), TierQuota(), TierQuota())) for count in (LEAST, LEAST + 1))
+        check_tiers_hold(e.bench.cache, {"a": fits}, gpu=True)
+        with pytest.raises(ValueError, match=r"gpu\.least_bytes"):
+            check_tiers_hold(e.bench.cache, {"a": more}, gpu=True)
 
 
 async def test_a_shrink_ends_when_a_request_comes(elastic: Any) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd_swap.copies.address_columns import AddressColumns, Pair
 from prefixd_swap.copies.pinning import pieces
@@ -80,14 +81,28 @@ class HostCopyEngine(CopyEngine):
         self._closed = False
 
     async def copy(self, pairs: Sequence[Pair]) -> None:
+        _check(pairs)
+        self._check_usable(any(to.on_device or at.on_device for to, at in pairs))
+        await self.copy_columns(AddressColumns.of(pairs))
+
+    async def copy_columns(self, columns: AddressColumns) -> None:
+        self._check_usable(columns.to_device or columns.from_device)
+        tasks = _share(columns.joined(), self._threads)
+        await wait_all([self._pool.submit(_move, task) for task in tasks])
+
+    async def copy_rows(self, copies: Sequence[RowColumns]) -> None:
+        """The event loop lists copies alone; the threads copy their rows."""
+        self._check_usable(any(each.to_device or each.from_device for each in copies))
+        listed = [(to, at, each) for each in copies for to, at in zip(each.to.tolist(), each.at.tolist(), strict=True)]
+        step = max(1, -(-len(listed) // self._threads))
+        tasks = [listed[first : first + step] for first in range(0, len(listed), step)]
+        await wait_all([self._pool.submit(_move_rows, task) for task in tasks])
+
+    def _check_usable(self, on_device: bool) -> None:
         if self._closed:
             raise MemoryMisuseError("this copy engine is closed; create another")
-        _check(pairs)
-        for destination, source in pairs:
-            if destination.on_device or source.on_device:
-                raise MemoryMisuseError("a host copy engine cannot reach device memory; use CudaCopyEngine")
-        tasks = _share(AddressColumns.of(pairs).joined(), self._threads)
-        await wait_all([self._pool.submit(_move, task) for task in tasks])
+        if on_device:
+            raise MemoryMisuseError("a host copy engine cannot reach device memory; use CudaCopyEngine")
 
     def close(self) -> None:
         self._closed = True
@@ -131,6 +146,9 @@ class CudaCopyEngine(CopyEngine):
     async def copy_rows(self, copies: Sequence[RowColumns]) -> None:
         """On CUDA one call of the driver for all rows of a copy (`cuMemcpy2DAsync`)."""
         sides = {(rows.to_device, rows.from_device) for rows in copies}
+        if sides == {(False, False)}:
+            await self._host.copy_rows(copies)
+            return
         if len(sides) != 1 or not sides <= {(True, False), (False, True)}:
             await super().copy_rows(copies)
             return
@@ -283,6 +301,17 @@ def _share(columns: AddressColumns, threads: int) -> list[list[tuple[int, int, i
             done += nbytes
             room -= nbytes
     return tasks
+
+
+def _move_rows(task: list[tuple[int, int, RowColumns]]) -> None:
+    for to, at, each in task:
+        _rows_at(to, each, each.to_pitch)[:] = _rows_at(at, each, each.from_pitch)
+
+
+def _rows_at(address: int, columns: RowColumns, pitch: int) -> npt.NDArray[np.uint8]:
+    """The rows of one copy, ``[rows, width]``, at an address."""
+    buffer = (ctypes.c_uint8 * ((columns.rows - 1) * pitch + columns.width)).from_address(address)
+    return np.ndarray((columns.rows, columns.width), np.uint8, buffer, strides=(pitch, 1))
 
 
 def _move(task: list[tuple[int, int, int]]) -> None:

@@ -311,7 +311,7 @@ def _move_rows(task: list[tuple[int, int, RowColumns]]) -> None:
 def _rows_at(address: int, columns: RowColumns, pitch: int) -> npt.NDArray[np.uint8]:
     """The rows of one copy, ``[rows, width]``, at an address."""
     buffer = (ctypes.c_uint8 * ((columns.rows - 1) * pitch + columns.width)).from_address(address)
-    return np.ndarray((columns.rows, columns.width), np.uint8, buffer, strides=(pitch, 1))
+    return np.ndarray((columns.rows, columns.width), np.uint8, memoryview(buffer), strides=(pitch, 1))
 
 
 def _move(task: list[tuple[int, int, int]]) -> None:

@@ -10,6 +10,7 @@ from prefixd.base.rules.rules import RecurrentState, Window
 from prefixd.cache import PartSpec
 from prefixd.cache.rules.in_blocks import in_blocks
 from prefixd.worker_protocol.protocol import GroupShape, Hello, Need, passed_blocks
+from prefixd_swap.group_shape import STRIDE_BYTES
 from prefixd_swap.padded_rows import PaddedRows
 
 
@@ -167,9 +168,9 @@ class KvShape:
     def parts(self, frame_bytes: int) -> tuple[PartSpec, ...]:
         """The parts of a block, a slot each.
 
-        Where tokens are padded, other tiers than the GPU tier have the parts packed; pages of block tables, and a frame
-        of padding alone, as they are. The name of the part of a model whose layers are all alike is part of the
-        identity of caches on disk.
+        Where tokens are padded, other tiers than the GPU tier have the parts packed; pages of block tables as they are.
+        Of a frame of padding alone they have 16 bytes, since a part has bytes. The name of the part of a model whose
+        layers are all alike is part of the identity of caches on disk.
         """
         return tuple(self._parts(frame_bytes))
 
@@ -184,7 +185,9 @@ class KvShape:
                 if group.token_stride and not self.whole_pages:
                     offset = piece * frame_bytes % group.token_stride
                     rows = PaddedRows(group.token_stride, group.token_bytes, frame_bytes, offset)
-                    nbytes, rows = (rows.packed_bytes, rows) if rows.packed_bytes else (nbytes, None)
+                    if not rows.packed_bytes:
+                        rows = PaddedRows(frame_bytes, STRIDE_BYTES, frame_bytes)
+                    nbytes = rows.packed_bytes
                 yield PartSpec(name, 0, nbytes, group.rule, rows)
 
 

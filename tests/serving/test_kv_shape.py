@@ -35,11 +35,11 @@ def test_parts_of_padded_tokens_are_packed_wherever_a_frame_begins() -> None:
     assert [(part.nbytes >> 20, part.rows) for part in pages] == [(6, None), (4, None)]
 
 
-def test_a_frame_of_padding_alone_is_a_part_all_the_same() -> None:
+def test_a_frame_of_padding_alone_is_a_small_part() -> None:
     wide = GroupShape("attention", None, 2, 2, token_bytes=12 << 10, token_stride=32 << 10)
     first, second = KvShape((wide,), 1).parts(16 << 10)
     assert (first.nbytes, first.rows) == (12 << 10, PaddedRows(32 << 10, 12 << 10, 16 << 10))
-    assert (second.nbytes, second.rows) == (16 << 10, None)
+    assert (second.nbytes, second.rows) == (16, PaddedRows(16 << 10, 16, 16 << 10))
 
 
 def test_a_state_of_every_block_stays_as_long_as_its_block() -> None:

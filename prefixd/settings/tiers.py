@@ -70,12 +70,14 @@ class GpuSettings(Section):
     """Instead of `bytes`: the tier grows when requests want memory, and has so many bytes at the start and when it is
     idle. At least what the smallest request needs; by default that. Guarantees of tenants have to fit it."""
     most_bytes: BytesOrAuto | None = None
-    """Instead of `bytes`: the most that such a tier grows to; requests that need more are refused. auto, the default if
-    only `least_bytes` is set: as `bytes` = auto. `prefixd tier resize gpu` changes it while the daemon runs."""
+    """Instead of `bytes`: the most that such a tier grows to, not more than the device has; requests that need more are
+    refused. auto, the default if only `least_bytes` is set: as `bytes` = auto. `prefixd tier resize gpu` changes it
+    while the daemon runs."""
     reserve_bytes: Bytes | None = None
     """Of a tier that grows: free memory of the device that it leaves for others. With less it gives back what no
     request needs, so several daemons share a device; give all of them the same. Requests that lack memory may take half
-    of it until others have given back. By default a twentieth of the device's memory."""
+    of it until others have given back. Together with the least it has to fit the device. By default a twentieth of the
+    device's memory."""
     idle_s: Seconds = 3.0
     """Of a tier that grows: after so many seconds without a request it shrinks to `least_bytes`. Its blocks go to the
     CPU tier."""

@@ -52,9 +52,9 @@ def test_a_model_in_smaller_frames_takes_more_of_them() -> None:
         HYBRID.in_frames(12288)
 
 
-def gpu_memory(cache: TieredCache, tmp_path: Path, nbytes: int | str = 1 << 20) -> GpuMemory:
+def gpu_memory(cache: TieredCache, tmp_path: Path, nbytes: int | str = 1 << 20, **elastic: int) -> GpuMemory:
     settings = Settings.model_validate(
-        {"data_dir": tmp_path, "gpu": {"bytes": nbytes, "device": "cpu"}, "worker": {"embedded": True}}
+        {"data_dir": tmp_path, "gpu": {"device": "cpu", **(elastic or {"bytes": nbytes})}, "worker": {"embedded": True}}
     )
     return GpuMemory(settings, "cpu", cache, ["a", "b"])
 
@@ -205,6 +205,33 @@ async def test_each_model_that_does_not_fit_hears_of_its_own_need(cache: TieredC
         "b needs at least 2, 24576 bytes",
     ]
     assert not cache.tiers.compute.capacity_bytes
+    await gpu.close()
+
+
+@pytest.mark.parametrize(
+    ("elastic", "why"),
+    [
+        ({"most_bytes": 1 << 30}, r"gpu.most_bytes = 1073741824, and cpu has 134217728 bytes in all; lower it, or set"),
+        ({"least_bytes": 100 << 20}, r"gpu.least_bytes = 104857600 is above .* now, \d+ \(gpu.most_bytes = auto\)"),
+        (
+            {"least_bytes": 1 << 20, "reserve_bytes": 128 << 20},
+            r"gpu.reserve_bytes = 134217728 is to stay free, and .* has 1044480 bytes at least, but cpu has 134217728 ",
+        ),
+        (
+            {"reserve_bytes": 1 << 40, "least_bytes": 0},
+            r"gpu.reserve_bytes = 1099511627776 .* has 24576 bytes at least",
+        ),
+    ],
+)
+async def test_a_tier_that_grows_has_to_fit_the_device(
+    cache: TieredCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elastic: dict[str, int], why: str
+) -> None:
+    monkeypatch.setattr(HostMemory, "total_bytes", lambda _: 128 << 20)
+    monkeypatch.setattr(HostMemory, "available_bytes", lambda _: 64 << 20)
+    gpu = gpu_memory(cache, tmp_path, **elastic)
+    gpu.leave_out("b")
+    with pytest.raises(ConfigError, match=why):
+        await asyncio.wait_for(gpu.frames_for("a", hello(12288)), WAIT_S)
     await gpu.close()
 
 

@@ -27,6 +27,7 @@ from prefixd.cache import TieredCache
 from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.elastic_size import Bounds
 from prefixd.settings import Settings
+from prefixd.settings.tiers import GpuSettings
 from prefixd.worker_protocol.protocol import Hello
 from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory, started_threads
 from prefixd_swap.tiers import CpuTier, GpuTier, PagedGpuTier
@@ -68,6 +69,40 @@ def most_frames(memory: VirtualMemory, frame_bytes: int, frames: int) -> int:
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return frames
     return max(frames, memory.total_bytes() // frame_bytes)
+
+
+def reserve_bytes(gpu: GpuSettings, memory: VirtualMemory) -> int:
+    """Free memory of the device that a tier which grows leaves for others."""
+    return memory.total_bytes() // _RESERVE_SHARE if gpu.reserve_bytes is None else gpu.reserve_bytes
+
+
+def least_frames(gpu: GpuSettings, memory: VirtualMemory, frame_bytes: int, smallest: int, most: int) -> int:
+    """The least frames of a tier that grows to `most` frames; `smallest`: what the smallest request of any model needs.
+
+    Raises ConfigError if gpu.least_bytes, gpu.most_bytes and gpu.reserve_bytes do not fit together on this device.
+    """
+    total, reserve, device = memory.total_bytes(), reserve_bytes(gpu, memory), memory.device
+    least = max((gpu.least_bytes or 0) // frame_bytes, smallest)
+    if isinstance(gpu.most_bytes, int) and gpu.most_bytes > total:
+        raise ConfigError(
+            f"gpu.most_bytes = {gpu.most_bytes}, and {device} has {total} bytes in all; lower it, or set it to auto"
+        )
+    if least > most:
+        raise ConfigError(
+            f"gpu.least_bytes = {gpu.least_bytes} is above the most that the tier may have on {device} now, "
+            f"{most * frame_bytes} (gpu.most_bytes = {gpu.most_bytes or 'auto'}); lower it, or free memory there"
+        )
+    if least * frame_bytes + reserve > total:
+        setting = "a twentieth of the device" if gpu.reserve_bytes is None else f"gpu.reserve_bytes = {reserve}"
+        raise ConfigError(
+            f"{setting} is to stay free, and the tier has {least * frame_bytes} bytes at least, but {device} has "
+            f"{total} in all, so the tier could never grow; lower gpu.reserve_bytes or gpu.least_bytes"
+        )
+    if gpu.least_bytes is not None and gpu.least_bytes < smallest * frame_bytes:
+        log.info(
+            "gpu.least_bytes = %d holds no request; the tier has %d at least", gpu.least_bytes, smallest * frame_bytes
+        )
+    return least
 
 
 class _TooSmallError(Exception):
@@ -141,11 +176,9 @@ class GpuMemory:
         made = self._awaited
         await asyncio.wait({made})
         pool = made.result()
-        gpu, frame_bytes = self._settings.gpu, pool.frame_bytes
-        reserve_bytes = gpu.reserve_bytes
-        if reserve_bytes is None:
-            reserve_bytes = pool.memory.total_bytes() // _RESERVE_SHARE
-        return pool, Bounds(pool.capacity, pool.attainable, -(-reserve_bytes // frame_bytes), gpu.idle_s)
+        gpu = self._settings.gpu
+        reserve = -(-reserve_bytes(gpu, pool.memory) // pool.frame_bytes)
+        return pool, Bounds(pool.capacity, pool.attainable, reserve, gpu.idle_s)
 
     def device_bytes(self, pool: FramePool) -> tuple[int, int]:
         """Free bytes of the device, without those that the CPU tier was promised and has not touched, and all its
@@ -279,7 +312,7 @@ class GpuMemory:
         most, first = most_frames(memory, frame_bytes, frames), frames
         if gpu.elastic:
             smallest = max(shape.least_frames for shape in shapes.values())
-            first = min(max((gpu.least_bytes or 0) // frame_bytes, smallest), frames)
+            first = least_frames(gpu, memory, frame_bytes, smallest, frames)
         pool = await loop.run_in_executor(self._threads, FramePool, memory, frame_bytes, first, most)
         if gpu.elastic:
             pool.let_grow(frames)

@@ -154,7 +154,11 @@ class RequestQueue:
         return self._requests.get(request_id)
 
     def window(
-        self, n: int, now_s: float, admits: Callable[[QueuedRequest], bool] = lambda request: True
+        self,
+        n: int,
+        now_s: float,
+        admits: Callable[[QueuedRequest], bool] = lambda request: True,
+        passes: Callable[[QueuedRequest], bool] = lambda request: False,
     ) -> list[QueuedRequest]:
         """The next `n` requests in order (all of them where fewer stand in it); none is taken out.
 
@@ -166,9 +170,11 @@ class RequestQueue:
             now_s: the present time, on the clock of `QueuedRequest.arrival_s`.
             admits: whether a request may run beside those before it. If not, it and its tenant's requests behind it
                 are left out, and those of other tenants pass them.
+            passes: whether a request alone is left out: all behind it pass it, those of its tenant, too.
         """
-        ids = self._order.ids(now_s, lambda request_id: admits(self._requests[request_id]))
-        return [self._requests[request_id] for request_id in islice(ids, n)]
+        requests = self._requests
+        ids = self._order.ids(now_s, lambda number: passes(requests[number]) or admits(requests[number]))
+        return list(islice((requests[number] for number in ids if not passes(requests[number])), n))
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from prefixd.cache import Troubles
-from prefixd.serving.models.worker_process import WorkerProcess
-from prefixd.worker_protocol.protocol import Cancel, Connection, Grow, Shrink, Shrunk, to_worker
+from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
+from prefixd.worker_protocol.protocol import Cancel, Connection, Grow, Ready, Shrink, Shrunk, to_worker
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import Export, FrameId, FramePool, NewFrames
 from prefixd_swap.vmem import recv_export
 
 MANY = 600
+NEW = NewFrames([FrameId(frame) for frame in range(MANY)], np.arange(MANY))
 
 
 class Pool:
@@ -52,7 +53,7 @@ async def supervised() -> AsyncIterator[tuple[WorkerProcess, Connection[Any]]]:
         WorkerSettings(model="/nowhere"),
         0,
         on_hello=lambda *_: pytest.fail("it has said it"),
-        on_ready=lambda: None,
+        on_ready=lambda: worker.send(Cancel(7)),
         on_step=lambda _: None,
         on_done=lambda _: None,
         on_death=lambda *_: None,
@@ -62,7 +63,8 @@ async def supervised() -> AsyncIterator[tuple[WorkerProcess, Connection[Any]]]:
     ours.setblocking(False)
     with ours, ThreadPoolExecutor(1) as threads:
         await worker._channel.open(ours, threads)
-        worker._channel._has_frames = True
+        worker._channel.has_frames = True
+        worker.state = WorkerState.READY
         worker._process = cast(Any, Killed())
         end = Connection(theirs, to_worker())
         yield worker, end
@@ -73,8 +75,31 @@ async def supervised() -> AsyncIterator[tuple[WorkerProcess, Connection[Any]]]:
 async def test_messages_wait_behind_descriptors(supervised: tuple[WorkerProcess, Connection[Any]]) -> None:
     """A message between the descriptors would be taken for one of them."""
     worker, end = supervised
-    new = NewFrames([FrameId(frame) for frame in range(MANY)], np.arange(MANY))
+    async with worker.changing_frames():
+        growing = asyncio.create_task(worker.grow(cast(FramePool, Pool()), NEW))
+        while worker._channel._held_back is None:
+            await asyncio.sleep(0)
+        worker.send(Cancel(7))
+        await check_new_frames_before_a_message(end)
+        await growing
 
+
+async def test_a_worker_that_loads_is_given_new_frames_before_its_first_request(
+    supervised: tuple[WorkerProcess, Connection[Any]],
+) -> None:
+    """It reads nothing while it loads, so nobody waits for it then."""
+    worker, end = supervised
+    worker.state = WorkerState.STARTING
+    async with worker.changing_frames():
+        await worker.grow(cast(FramePool, Pool()), NEW)
+    assert not end.poll(0.0) and not worker.may_shrink
+    ready = asyncio.create_task(worker._handle(Ready()))
+    await check_new_frames_before_a_message(end)
+    await ready
+    assert worker.may_shrink and not worker.loads
+
+
+async def check_new_frames_before_a_message(end: Connection[Any]) -> None:
     def receive() -> tuple[Any, list[int], Any]:
         message = end.receive()
         numbers = []
@@ -83,13 +108,7 @@ async def test_messages_wait_behind_descriptors(supervised: tuple[WorkerProcess,
             os.close(fd)
         return message, numbers, end.receive()
 
-    async with worker.changing_frames():
-        growing = asyncio.create_task(worker.grow(cast(FramePool, Pool()), new))
-        while worker._channel._held_back is None:
-            await asyncio.sleep(0)
-        worker.send(Cancel(7))
-        message, numbers, after = await asyncio.to_thread(receive)
-        await growing
+    message, numbers, after = await asyncio.to_thread(receive)
     assert isinstance(message, Grow) and message.frames == np.arange(MANY).tobytes()
     assert numbers == list(range(MANY)) and after == Cancel(7)
 
@@ -120,7 +139,7 @@ async def test_shrinking_waits_for_the_answer(supervised: tuple[WorkerProcess, C
 
 async def test_without_a_worker_nobody_is_told(supervised: tuple[WorkerProcess, Connection[Any]]) -> None:
     worker, end = supervised
-    worker._channel._has_frames = False
+    worker._channel.has_frames = False
     async with worker.changing_frames():
         await worker.shrink([FrameId(3)])
         await worker.grow(cast(FramePool, Pool()), NewFrames([FrameId(0)], np.arange(1)))

@@ -166,7 +166,12 @@ class Bench(FakeWorker):
 
 
 class Supervisor:
-    """A worker's supervisor in a resize: takes note of what a worker would be told, and lets go while `lets_go`."""
+    """A worker's supervisor in a resize: takes note of what a worker would be told, and lets go while `lets_go`.
+
+    The attributes are those of `WorkerProcess`; see `load`.
+    """
+
+    part = "worker"
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -174,9 +179,16 @@ class Supervisor:
         self.lets_go = asyncio.Event()
         self.lets_go.set()
         self.changing = 0
+        self.coming_bytes = 0
+        self.loads = False
+        self.may_shrink = True
 
-    async def settled(self) -> bool:
-        return True
+    def load(self, coming_bytes: int = 0) -> None:
+        """The worker loads its model, with the tier's frames at hand."""
+        self.loads, self.may_shrink, self.coming_bytes = True, False, coming_bytes
+
+    def become_ready(self) -> None:
+        self.loads, self.may_shrink, self.coming_bytes = False, True, 0
 
     @asynccontextmanager
     async def changing_frames(self) -> AsyncGenerator[None]:
@@ -191,7 +203,7 @@ class Supervisor:
         self.told.append(("grow", list(new.frames), pool.capacity))
 
     async def shrink(self, frames: Sequence[FrameId]) -> None:
-        assert self.changing == 1
+        assert self.changing == 1 and self.may_shrink
         pool = self.bench.cache.tiers.frames
         assert pool.table.chunks(frames).size, "they are there until the worker has let go"
         self.told.append(("shrink", list(frames), pool.capacity))

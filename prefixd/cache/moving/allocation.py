@@ -203,7 +203,7 @@ class Allocation:
         room = self._use.room(tenant, tier)
         if room is not None and room < wanted and not await self._can_free(tenant, wanted - room, own=True):
             return None
-        if not await self._has_room(wanted, claim, grows=room is None or room >= wanted):
+        if not await self._has_room(wanted, wanted if room is None else min(wanted, room), claim):
             return None
         slots = await self.allocate(tier, sizes, count, claim, near)
         if len(slots) < count:
@@ -212,17 +212,20 @@ class Allocation:
         frames: list[int] = slots.ravel().tolist()
         return frames
 
-    async def _has_room(self, nbytes: int, claim: Claim, *, grows: bool) -> bool:
-        """Whether `nbytes` of the compute tier are free, or can be freed; makes the tier larger where it may."""
+    async def _has_room(self, nbytes: int, more: int, claim: Claim) -> bool:
+        """Whether `nbytes` of the compute tier are free, or can be freed; makes the tier larger where it may.
+
+        more: bytes that its tenant has more than now after that; it loses others of its own. The tier grows for these.
+        """
         tier = self._tiers.compute
 
-        def lacking() -> int:
+        def lacking(nbytes: int) -> int:
             return nbytes + tier.used_bytes - tier.capacity_bytes
 
-        while lacking() > 0 and grows and await self._grow(tier, nbytes, claim):
+        while more > 0 and lacking(more) > 0 and await self._grow(tier, more, claim):
             pass
-        while lacking() > 0 and not await self._can_free(claim.tenant, lacking(), own=False):
-            if not (grows and await self._grow(tier, nbytes, claim, needed=True)):
+        while lacking(nbytes) > 0 and not await self._can_free(claim.tenant, lacking(nbytes), own=False):
+            if not (more > 0 and lacking(more) > 0 and await self._grow(tier, more, claim, needed=True)):
                 return False
         return True
 

@@ -133,6 +133,13 @@ class PrefixTracker:
         self._read(request)
         return request.found is not before
 
+    def stand_alone(self, request: Request) -> None:
+        """Others that lack the same block stand behind a request no longer: they pass it."""
+        if not request.stands_alone:
+            request.stands_alone = True
+            if request.id in self._slots:
+                self._tell_queue(request)
+
     def has_grown(self, request: Request) -> bool:
         """Whether the block behind the request's cached prefix is cached now."""
         key = request.next_key if self._caching else None
@@ -327,8 +334,8 @@ class PrefixTracker:
         prefix = (request.namespace.root, request.chain.key(blocks - 1)) if blocks else None
         cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
         # With windows, states or images, one request may be able to go on from a block where another cannot. And a
-        # read-only request leaves nothing in the cache for others.
-        alone = trie.has_rules or request.images is not None or request.read_only
+        # read-only request leaves nothing in the cache for others. For one that others pass they would wait in vain.
+        alone = trie.has_rules or request.images is not None or request.read_only or request.stands_alone
         key = None if alone else request.next_key
         lacks = None if key is None else (request.namespace.root, key)
         ready_s = math.inf if self._ready_s is None else self._ready_s(request)

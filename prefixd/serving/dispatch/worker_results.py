@@ -172,6 +172,7 @@ class WorkerResults:
         self._requests.interrupt()
         self._recorder.computing.clear()
         self._context.share.leave(self._context.member)
+        self._context.share.need(self._context.member, 0)  # without a worker, no frame would help
         self._context.share.run_ended()
         self._after_death(why, gave_up)
 

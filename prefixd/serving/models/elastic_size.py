@@ -73,6 +73,11 @@ class Bounds:
         return max(1, (self.most - self.least) // _STEPS)
 
     @property
+    def least_free(self) -> int:
+        """Frames that stay free on the device whatever requests need."""
+        return self.reserve // 2
+
+    @property
     def comfort(self) -> int:
         """Free frames from which on cached blocks may have more."""
         return self.reserve + -(-self.reserve // 4)
@@ -90,6 +95,8 @@ class Load:
         free: frames that the device has memory for.
         taken: frames that the device's memory makes, without the free ones.
         busy: requests wait or run, or have run since the last look.
+        coming: of the free frames, those whose memory workers are about to take for the models that they load. The tier
+            does not grow into them, but for their sake alone it gives nothing back: they are an estimate.
     """
 
     size: int
@@ -99,6 +106,7 @@ class Load:
     free: int
     taken: int
     busy: bool
+    coming: int = 0
 
     @property
     def larger(self) -> bool:
@@ -167,17 +175,17 @@ class ElasticSize:
         return Decision(size)
 
     def _growth(self, now_s: float, load: Load) -> int:
-        bounds, size = self.bounds, load.size
+        bounds, size, free = self.bounds, load.size, load.free - load.coming
         wanted = max(load.required, load.useful)
         if wanted <= size or now_s - self._refused_s < HOLD_S:
             return 0
         frames = min(max(wanted, size + bounds.step), bounds.most) - size
-        frames = max(0, min(frames, load.free - bounds.comfort))
+        frames = max(0, min(frames, free - bounds.comfort))
         needed = min(load.required, bounds.most) - size
-        may_use = not load.held or load.free >= bounds.reserve
+        may_use = not load.held or free >= bounds.reserve
         if frames < needed and now_s >= self._next_use_s and may_use:
             at_once = max(1, bounds.reserve // 4) if load.held else bounds.reserve
-            frames = max(frames, min(needed, frames + at_once, load.free - bounds.reserve // 2))
+            frames = max(frames, min(needed, frames + at_once, free - bounds.least_free))
         return frames
 
     def _given_back(self, now_s: float, load: Load) -> int:

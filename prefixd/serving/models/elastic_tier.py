@@ -8,7 +8,12 @@ every quarter of a second --------------+                                       
 ```
 
 Growing comes before evicting, and only for requests whose turn has come: a prefetch never makes the tier grow. Whoever
-waits for frames goes on after the first slice that helps, or after a second at most; blocks are evicted then.
+waits for frames goes on after the first slice that helps, or after a second at most; blocks are evicted then. Before
+each slice the device's free memory is read again: another daemon may be growing, too.
+
+If requests need more than the tier can have now, the dispatchers are told (`TierShare.short`), and whether it is the
+device that gives no more (`refused_s`): not while a worker of this daemon loads its model, or an operator resizes the
+tier.
 """
 
 from __future__ import annotations
@@ -90,7 +95,9 @@ class ElasticTier:
         self._asks: list[_Ask] = []
         self._changed = asyncio.Event()
         self._change: Change | None = None
-        self._stuck_until_s = 0.0  # until then frames that an idle tier cannot give back are not looked for again
+        self._stuck_until_s = 0.0  # until then frames that an idle tier cannot give back are not looked for again,
+        self._stuck_bytes = 0  # unless other bytes than these are held
+        self._refused_at = 0  # the most frames that the tier has had since the device refuses more
         self._full_until_s = 0.0  # the device gave too little: until then only the next regular look asks it again
         self._turns = 0
         self._ended = False
@@ -179,23 +186,46 @@ class ElasticTier:
         self._cache.mover.slots.grow = self._grow
         while not self._ended:
             self._changed.clear()
-            await self._look(pool, size)
-            at_rest = pool.capacity <= size.bounds.least and not (self._asks or self._share.needed_frames)
+            self._note_lack(pool, size, refused=await self._look(pool, size))
             try:
-                async with asyncio.timeout(None if at_rest else LOOK_S):
+                async with asyncio.timeout(None if self._at_rest(pool, size) else LOOK_S):
                     await self._changed.wait()
             except TimeoutError:
-                for dispatcher in self._dispatchers if self._share.needed_frames else ():
-                    dispatcher.wake()  # one whose request lacks frames notes for how long
+                if self._share.needed_frames:
+                    self._wake()  # a dispatcher whose request lacks frames notes for how long
         self._answer(False)
 
-    async def _look(self, pool: FramePool, size: ElasticSize) -> None:
-        """Looks once, decides and acts: returns when the tier has grown, or when it begins to shrink."""
+    def _at_rest(self, pool: FramePool, size: ElasticSize) -> bool:
+        """Whether the size is not to change before something happens here."""
+        wanted = self._asks or self._share.needed_frames or self._share.short
+        return pool.capacity <= size.bounds.least and not wanted and not self._resize.owes_memory
+
+    def _note_lack(self, pool: FramePool, size: ElasticSize, *, refused: bool) -> None:
+        """Tells the dispatchers whether requests need more than the tier has. `refused`: the device gives no more."""
+        share = self._share
+        short = min(share.needed_frames, size.bounds.most) > pool.capacity
+        if not (short and refused):
+            share.refused_s = None
+        elif share.refused_s is None or pool.capacity > self._refused_at:  # what it gives little by little adds up
+            share.refused_s, self._refused_at = self._clock(), pool.capacity
+        if short != share.short:
+            share.short = short
+            self._wake()
+
+    def _wake(self) -> None:
+        for dispatcher in self._dispatchers:
+            dispatcher.wake()
+
+    async def _look(self, pool: FramePool, size: ElasticSize) -> bool:
+        """Looks once, decides and acts: returns when the tier has grown, or when it begins to shrink.
+
+        Returns whether the device is the reason if requests still lack frames.
+        """
         if self._change is not None and self._change.task is not None and self._change.task.done():
             self._change.task.result()  # raises what no change should
         if self._resize.busy and not (self._change is not None and self._change.running):
             self._answer(False)  # an operator resizes it
-            return
+            return False
         try:
             load = await self._measure(pool)
         except (ExhaustedError, SwapError, OSError) as error:
@@ -203,41 +233,63 @@ class ElasticTier:
                 "the free memory of %s is not known, so the gpu tier keeps its size: %s", pool.memory.device, error
             )
             self._answer(False)
-            return
+            return not self._resize.loading
         now_s = self._clock()
         decision = size.decide(now_s, load)
-        if decision.frames < load.size:
+        if decision.frames > load.size:
+            await self._end_change()
+            await self._add(pool, size, decision)
+        elif decision.frames < load.size or self._resize.owes_memory:
             self._give_back(decision, now_s)
         else:
             await self._end_change()
-            if decision.frames > load.size:
-                await self._add(pool, size, decision)
-            else:  # more than the size where the device lacks memory for requests
-                self._target = max(decision.frames, min(load.required, size.bounds.most))
+            # More than the size where the device lacks memory for requests.
+            self._target = max(decision.frames, min(load.required, size.bounds.most))
         if self._asks or max(load.required, load.useful) > pool.capacity:
             self._full_until_s = self._clock() + LOOK_S
             self._answer(False)
+        return not self._resize.loading
 
     async def _measure(self, pool: FramePool) -> Load:
         free_bytes, total_bytes = await in_thread(lambda: self._device_bytes(pool))
         waiting = list(self._asks)
         turns, self._turns = self._turns, self._share.turns
+        needed = self._share.needed_frames
+        begins = needed if needed <= pool.capacity else 0  # the tier grew for a request that waits for others to end
         return Load(
             size=pool.capacity,
-            held=max(self._share.taken_frames, self._resize.begun_frames),
-            required=max([self._share.needed_frames, *(ask.frames for ask in waiting if ask.needed)]),
+            held=max(self._share.taken_frames, self._resize.begun_frames, begins),
+            required=max([needed, *(ask.frames for ask in waiting if ask.needed)]),
             useful=max((ask.frames for ask in waiting), default=0),
             free=max(0, free_bytes) // pool.frame_bytes,
             taken=(total_bytes - max(0, free_bytes)) // pool.frame_bytes,
             busy=turns != self._turns or any(each.requests.busy for each in self._dispatchers),
+            coming=-(-self._resize.coming_bytes // pool.frame_bytes),
         )
+
+    async def _may_add(self, pool: FramePool, frames: int, least_free: int) -> bool:
+        """Whether the device keeps `least_free` free frames after so many are created."""
+        coming_bytes = self._resize.coming_bytes
+        try:
+            free_bytes, _ = await in_thread(lambda: self._device_bytes(pool))
+        except OSError as error:
+            raise ExhaustedError(f"the free memory of {pool.memory.device} is not known: {error}") from error
+        return (free_bytes - coming_bytes) // pool.frame_bytes - frames >= least_free
 
     # -- acting -------------------------------------------------------------------------------------------------
 
     async def _add(self, pool: FramePool, size: ElasticSize, decision: Decision) -> None:
         before = pool.capacity
         self._target = decision.frames
-        change = self._change = self._resize.begin(decision.frames, _PATIENCE_S, _RETRY_S, lambda: self._answer(True))
+        bounds = size.bounds
+        least_free = bounds.least_free if decision.why is Why.REQUESTS else bounds.reserve
+
+        async def may_add(frames: int) -> bool:
+            return await self._may_add(pool, frames, least_free)
+
+        change = self._change = self._resize.begin(
+            *(decision.frames, _PATIENCE_S, _RETRY_S, lambda: self._answer(True), may_add)
+        )
         if change is None:
             return
         await change.wait()
@@ -254,18 +306,26 @@ class ElasticTier:
         if self._change is not None and self._change.running:
             self._change.frames = decision.frames
             return
-        if decision.why is Why.IDLE and now_s < self._stuck_until_s:
+        if not self._resize.can_shrink():
+            return  # a worker loads its model
+        if decision.why is Why.IDLE and now_s < self._stuck_until_s and self._held_bytes() == self._stuck_bytes:
             return
         self._change = self._resize.begin(decision.frames, _PATIENCE_S, _RETRY_S)
-        if self._change is not None and self._change.task is not None:
+        if (change := self._change) is not None and change.task is not None:
             before, pool = self._cache.tiers.frames.capacity, self._cache.tiers.frames
-            self._change.task.add_done_callback(lambda _: self._shrunk(decision, before, pool))
+            change.task.add_done_callback(lambda _: self._shrunk(change, decision, before, pool))
 
-    def _shrunk(self, decision: Decision, before: int, pool: FramePool) -> None:
+    def _shrunk(self, change: Change, decision: Decision, before: int, pool: FramePool) -> None:
         if pool.capacity < before:
             self._note(decision, before, pool)
-        elif decision.why is Why.IDLE:
+        elif decision.why is Why.IDLE and not change.cancelled and self._resize.can_shrink():
             self._stuck_until_s = self._clock() + 10 * _PATIENCE_S
+            self._stuck_bytes = self._held_bytes()
+
+    def _held_bytes(self) -> int:
+        """Bytes of the tier that tenants hold for as long as they like."""
+        use, tier = self._cache.mover.use, self._cache.tiers.compute
+        return sum(use.held_bytes(tenant, tier) for tenant in use.tenants)
 
     async def _end_change(self) -> None:
         if self._change is not None and self._change.running:

@@ -9,12 +9,16 @@ A slice is done as a whole or not at all, even if the caller is cancelled or the
 maps nothing, and its successor is handed the frames that exist then. Between two slices other tasks run, and the resize
 can be ended; the tier keeps the size that it has reached.
 
+**A worker that loads its model** reads no message, maybe for minutes. Growing does not wait for it: it is given the new
+frames before its first request, and the memory that it is about to take is left to it. No frame is taken away
+meanwhile; while a worker is being started, before it is handed the frames, this does not wait either.
+
 **Which frames are freed.** Room is made as for a prefetch: cached blocks go down the tiers, or are evicted; requests
 that wait for blocks have precedence. Running requests keep their frames, and get more while there are any, by
 preemption if need be (`preemption.py`). From the beginning on, the dispatcher counts on the smaller tier, so no new
 request takes frames that became free. If a request that runs, or has run, may need more frames than the smaller tier
 has, the tier stays that large until the request has ended. If no slice is done for `wait_s` seconds (because of such a
-request, of others that hold frames, or of a slow tier below), the resize ends, and names the holders.
+request, of others that hold frames, of a slow tier below, or of a worker that loads), the resize ends, and says why.
 """
 
 from __future__ import annotations
@@ -85,6 +89,7 @@ class Change:
         wait_s: it ends when no slice was done for so long.
         retry_s: pause before it looks again for frames that can go.
         on_slice: called after each slice that makes the tier larger.
+        may_add: called before each such slice with its frames; False ends the change.
         by_itself: no operator asked for it; whoever began it logs what came of it.
         deadline_s: when it ends, unless a slice is done before.
         unfinished: why it ended before `frames` was reached; empty if it reached it.
@@ -96,6 +101,7 @@ class Change:
     wait_s: float
     retry_s: float
     on_slice: Callable[[], None]
+    may_add: Callable[[int], Awaitable[bool]]
     deadline_s: float
     by_itself: bool = False
     unfinished: str = ""
@@ -187,9 +193,9 @@ class TierResize:
             self._refuse_second(frame_bytes)
         self._begun = True
         try:
-            await _check_fits(pool, frames)
+            await _check_fits(pool, frames, self.coming_bytes)
             log.info("resizing the gpu tier from %d to %d frames", pool.capacity, frames)
-            change = self._start(tier, frames, wait_s, _RETRY_S, lambda: None)
+            change = self._start(tier, frames, wait_s, _RETRY_S)
         except BaseException:
             self._begun = False
             raise
@@ -215,15 +221,39 @@ class TierResize:
         """Whether a change is under way."""
         return self._begun
 
+    @property
+    def loading(self) -> bool:
+        """Whether a worker is being started, or loads its model."""
+        return any(worker.loads for worker in self._workers)
+
+    @property
+    def coming_bytes(self) -> int:
+        """Bytes of the device that workers which load are about to take (`WorkerProcess.coming_bytes`)."""
+        return sum(worker.coming_bytes for worker in self._workers)
+
+    def can_shrink(self) -> bool:
+        """Whether all workers can let go of frames (`WorkerProcess.may_shrink`)."""
+        return all(worker.may_shrink for worker in self._workers)
+
+    @property
+    def owes_memory(self) -> bool:
+        """Whether giving back the memory of frames that have left the tier has failed."""
+        return bool(self._withdrawn)
+
     def begin(
-        self, frames: int, wait_s: float, retry_s: float, on_slice: Callable[[], None] = lambda: None
+        self,
+        frames: int,
+        wait_s: float,
+        retry_s: float,
+        on_slice: Callable[[], None] = lambda: None,
+        may_add: Callable[[int], Awaitable[bool]] | None = None,
     ) -> Change | None:
         """Begins to change the tier to `frames` frames; None if a change is under way, or the daemon ends."""
         compute = self._cache.tiers.compute
         if self._begun or self._stopping or not isinstance(compute, GpuTier):
             return None
         self._begun = True
-        change = self._start(compute, frames, wait_s, retry_s, on_slice)
+        change = self._start(compute, frames, wait_s, retry_s, on_slice, may_add)
         change.by_itself = True
         return change
 
@@ -267,9 +297,11 @@ class TierResize:
         frames: int,
         wait_s: float,
         retry_s: float,
-        on_slice: Callable[[], None],
+        on_slice: Callable[[], None] = lambda: None,
+        may_add: Callable[[int], Awaitable[bool]] | None = None,
     ) -> Change:
-        change = self._change = Change(frames, wait_s, retry_s, on_slice, self._clock() + wait_s)
+        deadline_s = self._clock() + wait_s
+        change = self._change = Change(frames, wait_s, retry_s, on_slice, may_add or _always, deadline_s)
         change.task = asyncio.create_task(self._run(tier, change), name="tier-resize")
         return change
 
@@ -277,9 +309,6 @@ class TierResize:
         pool = tier.pool
         before = pool.capacity
         try:
-            if self._withdrawn:
-                async with self._changing_frames():
-                    await self._give_back(pool)
             await (self._grow(tier, change) if change.frames > before else self._shrink(tier, change))
         except (PrefixdError, SwapError) as error:
             change.unfinished = str(error)
@@ -300,12 +329,14 @@ class TierResize:
 
     async def _grow(self, tier: GpuTier, change: Change) -> None:
         pool = tier.pool
-        while pool.capacity < change.frames:
-            await self._wait_for_workers()
-            if not self._may_continue(change):
+        if self._withdrawn:
+            await self._shrink_slice(tier, change)
+        while pool.capacity < change.frames and self._may_continue(change):
+            count = min(change.frames - pool.capacity, _slice_frames(pool))
+            if not await change.may_add(count):
+                change.unfinished = f"others took memory of {pool.memory.device} meanwhile"
                 return
             async with self._changing_frames():
-                count = min(change.frames - pool.capacity, _slice_frames(pool))
                 new = await in_thread(lambda count=count: pool.create(count))  # type: ignore[misc]
                 for worker in self._workers:
                     await worker.grow(pool, new)
@@ -314,26 +345,47 @@ class TierResize:
             change.on_slice()
 
     async def _shrink(self, tier: GpuTier, change: Change) -> None:
-        pool = tier.pool
-        while pool.capacity > change.frames:
-            await self._wait_for_workers()
-            if not self._may_continue(change):
+        while (self._withdrawn or tier.pool.capacity > change.frames) and self._may_continue(change):
+            if await self._shrink_slice(tier, change):
+                change.deadline_s = self._clock() + change.wait_s
+            elif self._clock() >= change.deadline_s:
+                change.unfinished = self._describe_loading() or self._describe_holders()
                 return
+            else:
+                await asyncio.sleep(change.retry_s)
+
+    async def _shrink_slice(self, tier: GpuTier, change: Change) -> bool:
+        """Gives memory back to the device: of frames that have left the tier, or of some that leave it now.
+
+        Returns whether it did. If a worker cannot let go of frames now, none leaves the tier.
+        """
+        pool, frames = tier.pool, list[FrameId]()
+        if not self.can_shrink():
+            self._keep_all(pool)
+            return False
+        if not self._withdrawn:
             keep = max(change.frames, self.begun_frames)
             pool.plan(keep)
             self._frames_changed()
             frames = await self._take(tier, min(pool.capacity - keep, _slice_frames(pool)), change)
+            if not frames:
+                return False
+        async with self._changing_frames():
+            if not self.can_shrink():  # a worker has died, and the next one was handed the frames and loads
+                tier.free(frames)
+                self._keep_all(pool)
+                return False
             if frames:
                 tier.withdraw(frames)
                 self._withdrawn += frames
-                async with self._changing_frames():
-                    await self._give_back(pool)
-                change.deadline_s = self._clock() + change.wait_s
-            elif self._clock() >= change.deadline_s:
-                change.unfinished = self._describe_holders()
-                return
-            else:
-                await asyncio.sleep(change.retry_s)
+            await self._give_back(pool)
+        return True
+
+    def _keep_all(self, pool: FramePool) -> None:
+        """Requests may have all frames until the tier can shrink."""
+        if pool.lasting < pool.capacity:
+            pool.plan(None)
+            self._frames_changed()
 
     async def _take(self, tier: GpuTier, count: int, change: Change) -> list[FrameId]:
         """Takes up to `count` frames, which no request has any more.
@@ -373,11 +425,6 @@ class TierResize:
         pool.forget(frames)
         self._withdrawn.clear()
 
-    async def _wait_for_workers(self) -> None:
-        """Waits until each worker is ready, or given up."""
-        for worker in self._workers:
-            await worker.settled()
-
     @asynccontextmanager
     async def _changing_frames(self) -> AsyncGenerator[None]:
         """Held during a change of the tier's frames: no worker is handed the frames meanwhile."""
@@ -389,6 +436,12 @@ class TierResize:
     def _frames_changed(self) -> None:
         for dispatcher in self._dispatchers:
             dispatcher.wake()
+
+    def _describe_loading(self) -> str:
+        loading = ", ".join(worker.part for worker in self._workers if not worker.may_shrink)
+        return (
+            f"the {loading} loads its model, and lets go of no frame until then; resize again later" if loading else ""
+        )
 
     def _describe_holders(self) -> str:
         text = f"{name_holders(self._cache)}; resize again when they have ended, or cancel them"
@@ -402,16 +455,21 @@ def _slice_frames(pool: FramePool) -> int:
     return max(1, min(_SLICE_FRAMES, _SLICE_BYTES // pool.frame_bytes))
 
 
-async def _check_fits(pool: FramePool, frames: int) -> None:
-    """Raises ExhaustedError if the device does not have the memory that `frames` frames take."""
+async def _always(_: int) -> bool:
+    return True
+
+
+async def _check_fits(pool: FramePool, frames: int, coming_bytes: int) -> None:
+    """Raises ExhaustedError if the device does not have the memory that `frames` frames take, beside `coming_bytes`."""
     frame_bytes, memory = pool.frame_bytes, pool.memory
     lacking = (frames - pool.capacity) * frame_bytes
     if lacking <= 0:
         return
-    available = await in_thread(memory.available_bytes)
+    available = max(0, await in_thread(memory.available_bytes) - coming_bytes)
     most = min(pool.most, pool.capacity + available // frame_bytes) * frame_bytes
     if frames * frame_bytes > most:
+        beside = f" beside {coming_bytes} for models that are being loaded" if coming_bytes else ""
         raise ExhaustedError(
             f"{frames * frame_bytes} bytes are {lacking} more than the gpu tier has, and {memory.device} has "
-            f"{available} bytes free; give at most {most}"
+            f"{available} bytes free{beside}; give at most {most}"
         )

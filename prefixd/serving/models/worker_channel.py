@@ -20,14 +20,15 @@ class WorkerChannel:
 
     Attributes:
         last_error: why the present worker did not take the tier's memory; empty if it did.
+        has_frames: whether the present worker was handed the tier's memory.
     """
 
     def __init__(self) -> None:
         self.last_error = ""
+        self.has_frames = False
         self._writer: asyncio.StreamWriter | None = None
         self._socket: socket.socket | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._has_frames = False
         self._held_back: list[ToWorker] | None = None  # while descriptors are sent beside the stream
         self._shrunk: asyncio.Future[None] | None = None
 
@@ -45,7 +46,7 @@ class WorkerChannel:
 
     def worker_gone(self) -> None:
         """The worker's process has ended, and its mappings with it."""
-        self._socket, self._has_frames = None, False
+        self._socket, self.has_frames = None, False
         self.shrunk()
 
     def send(self, message: ToWorker) -> None:
@@ -60,12 +61,12 @@ class WorkerChannel:
     async def hand_over(self, pool: FramePool) -> None:
         """Gives the worker the GPU tier. If the worker ends meanwhile, its last message is read later."""
         export = pool.memory.export()
-        self._has_frames = True
+        self.has_frames = True
         await self._send_with_descriptors(describe_memory(pool, export), export)
 
     async def grow(self, pool: FramePool, new: NewFrames) -> bool:
         """Gives the worker more frames; False if it did not take them. Without frames, it gets all of them later."""
-        if not self._has_frames:
+        if not self.has_frames:
             return True
         export = pool.memory.export_run(range(int(new.chunks[0]), int(new.chunks[-1]) + 1))
         numbers = np.array(new.frames, np.int64)
@@ -74,7 +75,7 @@ class WorkerChannel:
 
     async def shrink(self, frames: list[FrameId]) -> None:
         """Has the worker unmap withdrawn frames; returns when it has (`shrunk`), or is gone."""
-        if not self._has_frames:
+        if not self.has_frames:
             return
         self._shrunk = asyncio.get_running_loop().create_future()
         self.send(Shrink(np.array(frames, np.int64).tobytes()))

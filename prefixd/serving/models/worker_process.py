@@ -113,6 +113,7 @@ class WorkerProcess:
         self._failed = False  # whether it has sent Failed
         self._killed = False  # whether the last worker was killed by a signal after its Hello, without Failed
         self._last_words = ""
+        self._late: list[tuple[FramePool, NewFrames]] = []  # frames that came while it loads its model
         self._settled = asyncio.Event()  # set while a worker is ready, and once there will be none any more
         self._frames = asyncio.Lock()  # held while frames are handed over, added or removed
         self._process: asyncio.subprocess.Process | None = None
@@ -126,6 +127,27 @@ class WorkerProcess:
         """Waits until a worker is ready, given up or stopped; returns whether it is ready."""
         await self._settled.wait()
         return self.state is WorkerState.READY
+
+    @property
+    def loads(self) -> bool:
+        """Whether it is being started, or loads its model."""
+        return self.state is WorkerState.STARTING
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether it can be told to unmap frames: not while it loads its model with the tier's frames at hand. It reads
+        no message then."""
+        return self.state is WorkerState.READY or not self._channel.has_frames
+
+    @property
+    def coming_bytes(self) -> int:
+        """An estimate of the device's memory that it takes soon: for the weights that it loads, and to work with."""
+        return self.hello.weights_bytes + self.hello.working_bytes if self.loads and self.hello is not None else 0
+
+    @property
+    def part(self) -> str:
+        """Its name in troubles."""
+        return self._part
 
     def send(self, message: ToWorker) -> None:
         """Sends a message. If a dying worker misses it, `on_death` puts the requests back."""
@@ -141,13 +163,17 @@ class WorkerProcess:
     async def grow(self, pool: FramePool, new: NewFrames) -> None:
         """Gives the worker frames that `pool` is about to admit, before any message names them.
 
-        Within `changing_frames`. Without a worker nothing happens: the next one is handed all frames.
+        Within `changing_frames`. Without a worker nothing happens: the next one is handed all frames. One that loads
+        its model reads no message, so it is given them before its first request.
         """
-        if not await self._channel.grow(pool, new):
+        if self.state is not WorkerState.READY and self._channel.has_frames:
+            self._late.append((pool, new))
+        elif not await self._channel.grow(pool, new):
             self._kill()  # it waits for descriptors that will not come; its successor is handed all frames
 
     async def shrink(self, frames: Sequence[FrameId]) -> None:
-        """Has the worker unmap withdrawn frames; returns when it has, or is gone. Within `changing_frames`."""
+        """Has the worker unmap withdrawn frames; returns when it has, or is gone. Within `changing_frames`, and only
+        while `may_shrink`."""
         await self._channel.shrink([*frames])
 
     def proven(self) -> None:
@@ -271,13 +297,20 @@ class WorkerProcess:
             pool = await self._while_it_lives(self._on_hello(message))
             if pool is not None:
                 async with self._frames:
+                    self._late.clear()
                     await self._channel.hand_over(pool)
         elif isinstance(message, Ready):
             self._log_changes(message)
             self.ready = message
             if self.state is WorkerState.READY:  # a second Ready: it has given up its graphs
                 return
-            self.state = WorkerState.READY
+            async with self._frames:
+                for pool, new in self._late:
+                    if not await self._channel.grow(pool, new):
+                        self._kill()
+                        return
+                self._late.clear()
+                self.state = WorkerState.READY
             self._was_ready = True
             self._settled.set()
             self._on_ready()

@@ -52,6 +52,7 @@ class Request(Prompt):
             request has computed.
         others_blocks: blocks from the first on that were cached when it ran first: other requests computed them.
         used_blocks: cached blocks, from the first on, that were counted as used by it, however often it is staged.
+        stands_alone: requests that lack the same block next do not stand behind it in the queue.
         turn: its number in the order of the last hand-overs of all requests; 0 before its first.
         suspects: cached blocks that it used before it ran `uncached`, until it is known whether they were damaged.
         lost_tokens: tokens that had been computed when it was preempted; 0 if it was not, or runs again.
@@ -82,6 +83,7 @@ class Request(Prompt):
     retention: RetentionGrant | None = None
     fork_of: int = -1
     lost_tokens: int = 0
+    stands_alone: bool = False
     turn: int = 0
     suspects: list[Suspect] = field(default_factory=list)
     expected_frames: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)

@@ -86,7 +86,8 @@ class Operator:
 
     def __init__(self, bench: Bench, elastic: bool) -> None:
         self.pool = bench.cache.tiers.frames
-        self.tier_resize = Supervisor(bench).tier_resize()
+        self.supervisor = Supervisor(bench)
+        self.tier_resize = self.supervisor.tier_resize()
         self.task: asyncio.Task[None] | None = None
         self.others = self.pool.most // 2
         self.elastic = None
@@ -153,7 +154,9 @@ async def happen(bench: Bench, operator: Operator, requests: list[Request], what
         bench.engine.open.set() if first else bench.engine.open.clear()
     elif what == "die":
         bench.die()
+        operator.supervisor.load(coming_bytes=4 * operator.pool.frame_bytes)
     elif what == "ready":
+        operator.supervisor.become_ready()
         dispatcher.on_ready()
     elif what == "forget":
         trie = bench.cache.trie(bench.namespace)
@@ -244,6 +247,7 @@ def test_nothing_is_lost_whatever_happens(
             bench.engine.open.set()
             operator.others = 0
             bench.now += 20.0
+            operator.supervisor.become_ready()
             bench.dispatcher.on_ready()
             await bench.finish(*requests)
             await asyncio.wait_for(operator.ended(), 60)

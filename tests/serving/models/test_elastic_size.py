@@ -57,9 +57,9 @@ class Daemon:
         if self.lasting is not None:
             self.device.taken[self.name] = max(min(self.lasting, self.frames), len(self.ends) * self.width)
 
-    def tick(self, now_s: float) -> None:
+    def look(self) -> Load:
         held, lacks = len(self.ends) * self.width, len(self.ends) < self.places
-        load = Load(
+        return Load(
             size=self.frames,
             held=held,
             required=held + self.width if lacks else 0,
@@ -68,10 +68,16 @@ class Daemon:
             taken=self.device.frames - self.device.free,
             busy=bool(self.places or self.ends),
         )
+
+    def act(self, now_s: float, load: Load) -> None:
+        """Takes what it decides on, unless others took it since the look."""
         decided = self.size.decide(now_s, load)
         self.lasting = None
         if decided.frames > self.frames:
-            self.device.taken[self.name] = decided.frames
+            allowed = self.frames + self.device.free - self.size.bounds.least_free
+            self.device.taken[self.name] = max(self.frames, min(decided.frames, allowed))
+            if decided.frames > allowed:
+                self.size.refused(now_s)
         elif decided.frames < self.frames:
             self.lasting = decided.frames
         self.changes += decided.frames != load.size
@@ -85,16 +91,17 @@ def two(frames: int, least: int, most: int, reserve: int) -> tuple[Device, Daemo
     return device, a, b
 
 
-def run(daemons: Sequence[Daemon], begin_s: float, seconds: float, seed: int = 0) -> float:
-    """Jobs end and begin at any time; each daemon looks every quarter of a second."""
+def run(daemons: Sequence[Daemon], begin_s: float, seconds: float, seed: int = 0, *, together: bool = False) -> float:
+    """Jobs end and begin at any time; each daemon looks every quarter of a second. `together`: all at one moment."""
     source, steps = random.Random(seed), 10
     for step in range(round(seconds / TICK_S * steps)):
-        for number, daemon in enumerate(daemons):
-            now_s = begin_s + step * TICK_S / steps
+        now_s = begin_s + step * TICK_S / steps
+        for daemon in daemons:
             daemon.run_jobs(now_s, source)
-            if step % steps == 3 * number:
-                daemon.tick(now_s)
-                daemon.run_jobs(now_s, source)
+        looking = [each for number, each in enumerate(daemons) if step % steps == (0 if together else 3 * number)]
+        for daemon, load in [(each, each.look()) for each in looking]:
+            daemon.act(now_s, load)
+            daemon.run_jobs(now_s, source)
     return begin_s + seconds
 
 
@@ -106,6 +113,7 @@ LOADS = st.lists(
         st.integers(0, 300),  # useful
         st.integers(0, 300),  # free for others and this one
         st.booleans(),
+        st.integers(0, 60),  # coming
     ),
     max_size=12,
 )
@@ -120,25 +128,26 @@ LOADS = st.lists(
     loads=LOADS,
 )
 def test_the_size_keeps_its_bounds_and_does_not_flap(
-    least: int, above: int, reserve: int, idle_s: float, loads: list[tuple[float, int, int, int, int, bool]]
+    least: int, above: int, reserve: int, idle_s: float, loads: list[tuple[float, int, int, int, int, bool, int]]
 ) -> None:
     """Each decision against the rules that it may be seen to follow; the tier gets there at once."""
     bounds = Bounds(least, least + above, reserve, idle_s)
     size, frames, now_s = ElasticSize(bounds, 0.0), least, 0.0
     busy_s, grown_s, comfort, giving_back = 0.0, -9.0, -(-reserve * 5 // 4), False
-    for passed_s, held, required, useful, free, busy in loads:
+    for passed_s, held, required, useful, free, busy, coming in loads:
         now_s += passed_s
         held = min(held, frames)
         busy_s = now_s if busy else busy_s
         giving_back = free < (comfort if giving_back else reserve)
-        decided = size.decide(now_s, Load(frames, held, required, useful, free, 300 - free, busy))
+        decided = size.decide(now_s, Load(frames, held, required, useful, free, 300 - free, busy, coming))
         change = decided.frames - frames
         assert bounds.least <= decided.frames <= bounds.most and (decided.why is None) == (change == 0)
         if change > 0:
             assert frames < max(required, useful), "only where frames are lacking"
             assert decided.frames <= max(required, useful, frames + bounds.step), "no more than these and a step"
-            assert free - change >= reserve // 2
-            assert free - change >= comfort or (required > frames and (free >= reserve or not held))
+            left = free - coming - change
+            assert left >= reserve // 2
+            assert left >= comfort or (required > frames and (free - coming >= reserve or not held))
             grown_s = now_s
         if decided.why is Why.IDLE:
             assert now_s - busy_s >= idle_s and decided.frames == max(least, held)
@@ -187,8 +196,8 @@ def test_memory_goes_to_whoever_has_requests() -> None:
     assert (a.frames, b.frames, device.free) == (10, 10, 80)
 
 
-@pytest.mark.parametrize("job_s", [2.0, 8.0])
-def test_two_with_more_requests_than_memory_have_half_each(job_s: float) -> None:
+@pytest.mark.parametrize(("job_s", "together"), [(2.0, False), (8.0, False), (2.0, True)])
+def test_two_with_more_requests_than_memory_have_half_each(job_s: float, together: bool) -> None:
     _, a, b = two(400, least=20, most=380, reserve=32)
     a.job_s = b.job_s = job_s
     a.places = 100
@@ -198,7 +207,7 @@ def test_two_with_more_requests_than_memory_have_half_each(job_s: float) -> None
     now_s = run([a, b], now_s, 30.0)
     shares, done = [], (a.done, b.done)
     for _ in range(120):
-        now_s = run([a, b], now_s, 1.0, seed=round(now_s))
+        now_s = run([a, b], now_s, 1.0, seed=round(now_s), together=together)
         shares.append(a.frames / (a.frames + b.frames))
     assert 0.4 < sum(shares) / len(shares) < 0.6
     assert min(a.done - done[0], b.done - done[1]) > max(a.done - done[0], b.done - done[1]) * 2 / 3

@@ -18,11 +18,12 @@ from prefixd.server.figures.tenant_figures import check_tiers_hold
 from prefixd.serving.models import elastic_tier, tier_resize
 from prefixd.serving.models.elastic_size import Bounds
 from prefixd.serving.models.elastic_tier import ElasticTier
+from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd_swap import FramePool, NewFrames, OutOfMemoryError
 from tests.serving.bench import Bench, Events, Expected, Supervisor
 from tests.serving.fake_worker import GEOMETRY
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 FRAME = GEOMETRY.block_bytes
 LEAST, MOST = 4, 24
@@ -160,19 +161,176 @@ async def test_a_request_that_fits_the_most_waits_for_the_device(elastic: Any) -
         await bench.finish(large)
 
 
-async def test_a_request_for_which_the_device_never_has_memory_is_told(elastic: Any) -> None:
+async def test_a_request_for_which_the_device_has_no_memory_is_passed_then_told(elastic: Any) -> None:
+    async with elastic(device=40, reserve=4, max_running=1, look_ahead=0) as e:
+        bench, share = e.bench, e.bench.dispatcher.context.share
+        e.others = 40 - LEAST - 1
+        large = [bench.submit(range(40), max_tokens=8), bench.submit(range(200, 240), max_tokens=8)]
+        small = [bench.submit(range(6), max_tokens=2), bench.submit(range(300, 308), max_tokens=2)]
+        await bench.finish(*small)  # the first one lacks the block that a large one lacks, too
+        assert share.short and share.refused_s == bench.now
+        assert [each.state for each in large] == [RequestState.WAITING] * 2
+        bench.now += 29
+        large.append(bench.submit(range(400, 440), max_tokens=8))
+        await bench.finish(bench.submit(range(500, 504), max_tokens=2))
+        bench.now += 2
+        await until(lambda: large[0].state is large[1].state is RequestState.ENDED)
+        error = large[0].events.get_nowait()
+        assert isinstance(error, ExhaustedError) and f"need up to {12 * FRAME} bytes of the GPU tier, which" in str(
+            error
+        )
+        assert f"which has {LEAST * FRAME} and may have {MOST * FRAME}, but cpu gave no more for 30 s" in str(error)
+        await bench.quiet()
+        assert large[2].state is RequestState.WAITING, "it has waited for 2 s"
+        e.others = 0
+        await bench.finish(large[2])
+        await until(lambda: not share.short and share.refused_s is None)
+
+
+async def test_a_device_that_gives_memory_little_by_little_does_not_refuse_it(elastic: Any) -> None:
+    async with elastic(device=40) as e:
+        bench, share = e.bench, e.bench.dispatcher.context.share
+        e.others = 40 - LEAST
+        large = bench.submit(range(40), max_tokens=8)  # 12 blocks
+        await until(lambda: share.refused_s == bench.now)
+        bench.now += 29
+        e.others -= 2
+        await until(lambda: share.refused_s == bench.now)
+        assert e.pool.capacity == LEAST + 2
+        bench.now += 2
+        await bench.quiet()
+        assert large.state is RequestState.WAITING
+        bench.now += 31
+        await until(lambda: large.state is RequestState.ENDED)
+
+
+async def test_a_request_that_others_pass_runs_when_memory_comes(elastic: Any) -> None:
+    async with elastic(device=40, reserve=4, max_running=2) as e:
+        bench, numbers = e.bench, iter(range(100, 100_000, 100))
+        e.others = 40 - LEAST - 1
+        large, small = bench.submit(range(40), max_tokens=8), list[Request]()
+
+        async def work() -> None:
+            while sum(each.state is not RequestState.ENDED for each in small) < 4:
+                begin = next(numbers)
+                small.append(bench.submit(range(begin, begin + 6), max_tokens=2))
+            bench.answer_cancels()
+            bench.step()
+            await asyncio.sleep(0.001)
+
+        while len(small) < 20:
+            await work()
+        assert large.state is RequestState.WAITING
+        e.others = 0
+        async with asyncio.timeout(WAIT_S):
+            while large.state is not RequestState.ENDED:
+                await work()
+        await bench.finish(*small)
+
+
+async def test_what_others_are_guaranteed_counts_in_what_a_request_needs(elastic: Any) -> None:
     async with elastic(device=40, reserve=4) as e:
         bench = e.bench
         e.others = 40 - LEAST - 1
-        large = bench.submit(range(40), max_tokens=8)
-        small = bench.submit(range(100, 104), max_tokens=2)
-        await until(lambda: bench.dispatcher._supply._lacking == (large.id, bench.now))
+        bench.cache.tenants.known("other").quota = Quota(tiers=(TierQuota(3 * FRAME), TierQuota(), TierQuota()))
+        large, small = bench.submit(range(8), max_tokens=2), bench.submit(range(100, 102), max_tokens=2)
+        await bench.finish(small)
         bench.now += 31
         await until(lambda: large.state is RequestState.ENDED)
-        error = large.events.get_nowait()
-        assert isinstance(error, ExhaustedError)
-        assert f"which has {LEAST * FRAME} and may have {MOST * FRAME}, but cpu gave no more for 30 s" in str(error)
-        await bench.finish(small)
+        error = f"up to {3 * FRAME} bytes of the GPU tier beside {3 * FRAME} that are guaranteed to other tenants"
+        assert error in str(large.events.get_nowait())
+
+
+async def test_it_grows_for_a_tenant_at_its_limit_by_what_it_gets_more(elastic: Any) -> None:
+    """The tenant loses blocks of its own as well."""
+    async with elastic() as e:
+        bench, slots, tier = e.bench, e.bench.cache.mover.slots, e.bench.cache.tiers.compute
+        await bench.finish(bench.submit(range(16), max_tokens=1))
+        bench.now += 3.1
+        await until(lambda: e.pool.capacity == LEAST == tier.used_bytes // FRAME)
+        bench.dispatcher.context.share.next_turn()  # as if a request had come: the tier is not idle
+        bench.cache.tenants.default.quota = Quota(tiers=(TierQuota(0, 10 * FRAME), TierQuota(), TierQuota()))
+        others = await slots.take_frames(2, tenant=bench.cache.tenants.known("other"))
+        frames = await slots.take_frames(8)
+        assert others and frames and tier.used_bytes == 12 * FRAME
+        assert bench.cache.tiers.counters[0].evicted == 2
+        tier.free([*others, *frames])
+
+
+async def test_a_worker_that_loads_holds_nobody_up(elastic: Any) -> None:
+    """The tier grows, but not into the memory of the model that is being loaded."""
+    async with elastic(device=40, reserve=4) as e:
+        bench, share = e.bench, e.bench.dispatcher.context.share
+        e.supervisor.load(coming_bytes=14 * FRAME)
+        first = bench.submit(range(40), max_tokens=8)  # 12 blocks
+        await bench.running(first)
+        await bench.finish(first)
+        e.others = 40 - e.pool.capacity - 16
+        large = bench.submit(range(200, 256), max_tokens=8)  # 16 blocks
+        await until(lambda: share.short)
+        size = e.pool.capacity
+        bench.now += 40
+        await bench.finish(bench.submit(range(300, 304), max_tokens=2))
+        assert large.state is RequestState.WAITING and share.refused_s is None and e.pool.capacity == size
+        e.supervisor.become_ready()
+        await until(lambda: large.state is RequestState.RUNNING)
+        await bench.finish(large)
+
+
+async def test_a_worker_that_loads_keeps_the_frames_that_it_was_handed(elastic: Any) -> None:
+    async with elastic() as e:
+        bench = e.bench
+        await bench.finish(bench.submit(range(60), max_tokens=4))
+        size = e.pool.capacity
+        e.supervisor.load()
+        bench.now += 3.1
+        await until(lambda: e.tier.figures.target_bytes == LEAST * FRAME)
+        await bench.finish(bench.submit(range(200, 208), max_tokens=2))
+        assert e.pool.capacity == e.pool.lasting >= size
+        e.supervisor.become_ready()
+        bench.now += 3.1
+        await until(lambda: e.pool.capacity == LEAST)
+
+
+async def test_it_does_not_grow_into_memory_that_others_take_meanwhile(
+    elastic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with elastic(device=60, reserve=8) as e:
+        bench, create = e.bench, e.pool.create
+
+        def create_beside_another(count: int) -> NewFrames:
+            e.others += 10
+            new: NewFrames = create(count)
+            return new
+
+        monkeypatch.setattr(e.pool, "create", create_beside_another)
+        large = bench.submit(range(92), max_tokens=4)  # 24 blocks
+        await until(lambda: e.pool.capacity == 20)
+        await bench.quiet()
+        assert large.state is RequestState.WAITING and e.pool.capacity == 20, "fewer than half of the reserve are free"
+        e.others = 0
+        bench.now += 1.1
+        await until(lambda: large.state is RequestState.RUNNING)
+        await bench.finish(large)
+
+
+async def test_memory_that_could_not_be_given_back_is_tried_again(
+    elastic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with elastic() as e:
+        bench = e.bench
+        await bench.finish(bench.submit(range(28), max_tokens=4))  # 8 blocks
+        assert e.pool.capacity == 8
+        with monkeypatch.context() as broken:
+
+            def fail(offset: int, nbytes: int) -> None:
+                raise OutOfMemoryError("too many mappings; raise vm.max_map_count")
+
+            broken.setattr(e.pool._window, "unmap", fail)
+            bench.now += 3.1
+            await until(lambda: e.pool.capacity == LEAST)
+            assert e.pool.memory.chunk_count == 8
+        await until(lambda: e.pool.memory.chunk_count == LEAST)
 
 
 async def test_a_request_that_has_waited_for_a_new_worker_has_not_waited_for_frames(elastic: Any) -> None:
@@ -239,6 +397,8 @@ async def test_a_shrink_ends_when_a_request_comes(elastic: Any) -> None:
         assert e.pool.capacity >= size - 4, "after the slice under way"
         bench.engine.open.set()
         await bench.finish(second)
+        bench.now += 3.1
+        await until(lambda: e.pool.capacity == LEAST)
 
 
 async def test_a_resize_sets_its_most(elastic: Any) -> None:

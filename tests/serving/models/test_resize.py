@@ -316,3 +316,34 @@ async def test_it_stays_large_enough_for_what_tenants_are_guaranteed(resizing: A
     with pytest.raises(InvalidArgumentError, match=f"guaranteed {9 * FRAME} bytes of the gpu tier"):
         await to(resize, 8)
     assert (await to(resize, 9)).nbytes == 9 * FRAME
+
+
+async def test_frames_that_a_worker_was_handed_stay_while_it_loads(resizing: Any) -> None:
+    """It reads no message. Nobody else waits for it: the tier grows, and requests have all frames."""
+    bench, supervisor, resize = await resizing(16)
+    await to(resize, 12)
+    old = bench.submit(range(40), max_tokens=1)
+    await bench.running(old)
+    await bench.finish(old)
+    bench.engine.open.clear()
+    shrinking = asyncio.create_task(to(resize, 4, wait_s=5.0))
+    await until(lambda: bench.engine.waiting)
+    supervisor.load()  # the worker has died while room was made, and its successor was handed the frames
+    supervisor.told.clear()
+    bench.engine.open.set()
+    pool = bench.cache.tiers.frames
+    await until(lambda: pool.lasting == 12)
+    await bench.quiet()
+    check_integrity(bench.cache)
+    bench.now += 6
+    done = await shrinking
+    assert (done.nbytes, supervisor.told) == (12 * FRAME, [])
+    assert done.unfinished.startswith("the worker loads its model, and lets go of no frame until then")
+    assert (await to(resize, 16)).nbytes == 16 * FRAME
+    supervisor.become_ready()
+    assert (await to(resize, 4)).nbytes == 4 * FRAME
+    supervisor.load(coming_bytes=1 << 60)
+    with pytest.raises(
+        ExhaustedError, match=f"beside {1 << 60} for models that are being loaded; give at most {4 * FRAME}"
+    ):
+        await to(resize, 5)

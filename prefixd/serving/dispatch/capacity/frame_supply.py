@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prefixd.base.errors import ExhaustedError
 from prefixd.serving.dispatch.capacity.preemption import Preemption
 from prefixd.serving.dispatch.context import DispatchContext
@@ -14,8 +16,8 @@ from prefixd.worker_protocol.protocol import Extend
 from prefixd_swap import FramePool
 
 _PATIENCE_S = 30.0
-"""How long a request that runs alone may lack frames before it is ended. A short hold, such as that of a write to disk,
-ends within this time."""
+"""How long a request may lack frames, though it runs alone or the device gives no memory, before it is ended. A short
+hold, such as that of a write to disk, ends within this time."""
 
 _LACKING = (RequestState.WAITING, RequestState.READY, RequestState.STARVED)
 
@@ -41,6 +43,7 @@ class FrameSupply:
         self._preemption = preemption
         self._endings = endings
         self._lacking: tuple[int, float] | None = None  # a request that alone lacks frames, and since when
+        self._ready_s = -math.inf  # since when the present worker takes requests
 
     def note_need(self, request: Request) -> None:
         """Marks a running request as STARVED if it needs another block soon."""
@@ -85,10 +88,6 @@ class FrameSupply:
             self._lacking = request.id, now_s
         elif now_s - self._lacking[1] >= _PATIENCE_S:
             self._lacking = None
-            pool = self._cache.tiers.frames
-            if request.most_frames > pool.lasting:
-                self._endings.end_waiting(request, _device_full(request, pool))
-                return
             # Owners have names that tenants chose: with several tenants none may see another's.
             named = name_holders(self._cache, owners=len(self._cache.tenants) == 1)
             error = ExhaustedError(
@@ -100,6 +99,15 @@ class FrameSupply:
             else:
                 self._endings.end_waiting(request, error)
 
+    def note_refused(self, request: Request, frames: int) -> None:
+        """A waiting request could run with `frames` frames of the tier, which has fewer and cannot grow now. Ends it if
+        the device has given no more for 30 s."""
+        if (refused_s := self._share.refused_s) is None:
+            return
+        since_s = max(refused_s, request.queued.arrival_s, self._ready_s)
+        if self._context.clock() - since_s >= _PATIENCE_S:
+            self._endings.end_waiting(request, _device_full(request, frames, self._cache.tiers.frames))
+
     def note_success(self) -> None:
         """A request got its frames."""
         self._lacking = None
@@ -107,6 +115,7 @@ class FrameSupply:
     def note_ready(self) -> None:
         """The worker is there: until now requests have waited for it, and not for frames."""
         self._lacking = None
+        self._ready_s = self._context.clock()
 
     def _is_starved(self, request: Request) -> bool:
         return request.state is RequestState.STARVED and request.id in self._running
@@ -118,11 +127,13 @@ class FrameSupply:
             self._share.take_back(request)
 
 
-def _device_full(request: Request, pool: FramePool) -> ExhaustedError:
+def _device_full(request: Request, frames: int, pool: FramePool) -> ExhaustedError:
     tokens, frame_bytes = request.most_blocks * request.trie.block_tokens, pool.frame_bytes
+    others = frames - request.most_frames
+    beside = f" beside {others * frame_bytes} that are guaranteed to other tenants" if others else ""
     return ExhaustedError(
         f"prompt and output, up to {tokens} tokens, need up to {request.most_frames * frame_bytes} bytes of the GPU "
-        f"tier, which has {pool.lasting * frame_bytes} and may have {pool.attainable * frame_bytes}, but "
+        f"tier{beside}, which has {pool.lasting * frame_bytes} and may have {pool.attainable * frame_bytes}, but "
         f"{pool.memory.device} gave no more for {_PATIENCE_S:g} s; free memory there, lower gpu.reserve_bytes, shorten "
         "the prompt or lower max_tokens"
     )

@@ -99,6 +99,7 @@ class GpuQuotas:
         self._use = use
         self._tier = tier
         self._bounds = use.hold_bounds(tier, tier.attainable_bytes)
+        self._guaranteed = 0
         self.never: list[tuple[Request, ExhaustedError]] = []
         """Requests that would not fit if their tenants had nothing else."""
         self.left_out = False
@@ -107,6 +108,7 @@ class GpuQuotas:
         """Frames of the tier with which the first request that lacks them would be admitted; 0: none lacks any."""
         if self._bounds is None:
             return
+        self._guaranteed = sum(use.guaranteed(tenant, tier) for tenant in use.tenants)
         self._held = {tenant: use.held_bytes(tenant, tier) for tenant in use.tenants}
         for request in running:
             self._held[use.tenant_of(request.namespace)] += request.growth_frames * tier.frame_bytes
@@ -138,6 +140,14 @@ class GpuQuotas:
         self._held[tenant] += max(more, 0)
         self._reserved_of_all = others + self._reserved(tenant)
         return True
+
+    def frames_alone(self, request: Request) -> int:
+        """Frames of the tier with which a request could run if no other did: its own, and those guaranteed to other
+        tenants."""
+        if not self._guaranteed:
+            return request.most_frames
+        others = self._guaranteed - self._use.guaranteed(self._use.tenant_of(request.namespace), self._tier)
+        return request.most_frames + -(-others // self._tier.frame_bytes)
 
     def _refusal(self, tenant: Tenant, most: int, bound: int) -> ExhaustedError:
         """The error for a request that may need `most` bytes, more than the `bound` of its tenant: it names the

@@ -8,7 +8,8 @@ and is woken when some may have become free. Two rules keep every request going:
 - **A model whose next request lacks frames joins a line.** The others hand no new request over until it is their turn,
   so the frames of a run that ends go to the model that has lacked them for longest, not to a busy model's next request.
 
-They also note how large the tier has to be for their next requests to run (`need`), for a tier that may grow.
+They also note how large the tier has to be for their next requests to run (`need`), for a tier that may grow. It says
+whether it can (`short`, `refused_s`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class TierShare:
 
     Attributes:
         on_need: called when requests lack frames.
+        short: a tier that may grow has fewer frames than requests need, and cannot grow now: those that fit pass those
+            that do not (`capacity/passed.py`).
+        refused_s: since when it is short because the device gives no memory; None: for another reason, such as a worker
+            that is about to take that memory for its model.
     """
 
     def __init__(self) -> None:
@@ -59,6 +64,8 @@ class TierShare:
         self._turns = 0
         self._needs: dict[Sharer, int] = {}
         self.on_need: Callable[[], None] = lambda: None
+        self.short = False
+        self.refused_s: float | None = None
 
     def join(self, member: Sharer) -> None:
         """Adds a model's dispatcher."""

@@ -15,6 +15,7 @@ from prefixd.base.errors import ExhaustedError
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
+from prefixd.serving.dispatch.capacity.passed import PassedRequests
 from prefixd.serving.dispatch.capacity.places import GpuQuotas, Places
 from prefixd.serving.dispatch.capacity.preemption import Preemption
 from prefixd.serving.dispatch.context import DispatchContext
@@ -110,6 +111,7 @@ class DispatchWindow:
         self._supply = supply
         self._hand_over = hand_over
         self._endings = endings
+        self._passed = PassedRequests(context, tracker, supply)
         self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
 
     async def dispatch(self) -> None:
@@ -126,6 +128,7 @@ class DispatchWindow:
         places = max(0, running.free)
         ahead = self._context.look_ahead.requests(self._concurrency.limit)
         quotas = GpuQuotas(self._cache.mover.use, self._cache.tiers.gpu, self._share.running())
+        self._passed.begin_round(quotas)
         window = self._choose(places, places + ahead, quotas)
         await self._prefetcher.keep_only(window)
         self._context.budget.begin_round()
@@ -137,7 +140,9 @@ class DispatchWindow:
         for place, request in enumerate(window):
             if not self._requests.taking or not await self._serve(current, place, request):
                 break
-        self._share.need(self._context.member, max(current.needed, quotas.needed_frames if places else 0))
+        if self._requests.taking:  # else the worker has died meanwhile, and no frame would help
+            needed = max(current.needed, quotas.needed_frames if places else 0, self._passed.end_round())
+            self._share.need(self._context.member, needed)
         await self._keep_place(current)
         await self._bring_near(window if ahead else [], current.beyond, places)
 
@@ -164,8 +169,6 @@ class DispatchWindow:
             if may_hand_over and demanded:
                 current.needed = max(request.most_frames, frames.lasting - current.left)
             await self._prefetcher.unstage_ready(current.window[place:])
-            if too_small:
-                self._supply.note_lack(request)
             return False
         if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
             self._prefetcher.stage(request, demanded=demanded, places=place + 1 - current.places)
@@ -209,6 +212,7 @@ class DispatchWindow:
         request of another tenant.
         """
         queue, waiting, now_s = self._requests.queue, self._requests.waiting, self._context.clock()
+        passes = self._passed.passes
         tenants = self._cache.tenants.calling
         runnable: dict[int, Request] = {}
         if tenants > 1 and places:
@@ -221,8 +225,12 @@ class DispatchWindow:
                 trial.add(request)
                 return True
 
-            runnable = {each.id: waiting[each.id] for each in queue.window(places, now_s, may_run)}
-        admitted = queue.window(n, now_s, lambda queued: queued.id in runnable or quotas.admits(waiting[queued.id]))
+            runnable = {each.id: waiting[each.id] for each in queue.window(places, now_s, may_run, passes)}
+
+        def admits(queued: QueuedRequest) -> bool:
+            return queued.id in runnable or quotas.admits(waiting[queued.id])
+
+        admitted = queue.window(n, now_s, admits, passes)
         others = [waiting[each.id] for each in admitted if each.id not in runnable]
         return [*runnable.values(), *others][:n]
 

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.host_parts.free_driver import HostPart, answer
 from benchmarks.kv.rig import VIRTUAL, EngineRig, Frames, Request, load_embedded_model
-from prefixd.worker.attention.captured import Compute, Replay
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
-from prefixd.worker.attention.pass_graphs import PassGraphs
+from prefixd.worker.graphs.captured import Compute, Replay
+from prefixd.worker.graphs.decode_graphs import DecodeGraphs
+from prefixd.worker.graphs.pass_graphs import PassGraphs
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
 from prefixd.worker_protocol.protocol import encode

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.common.harness import BenchmarkError
 from prefixd.base.sampling import Sampling
 from prefixd.serving.models.embedded_model import ensure_embedded_model
-from prefixd.worker.attention.pass_graphs import PassGraphs
 from prefixd.worker.engine import Engine
+from prefixd.worker.graphs.pass_graphs import PassGraphs
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.memory.paged_kv import PagedKv

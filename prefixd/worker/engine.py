@@ -8,11 +8,11 @@ from typing import cast
 
 import torch
 
-from prefixd.worker.attention.captured import Span
-from prefixd.worker.attention.pass_graphs import PassGraphs
 from prefixd.worker.decoding.beam_run import Beam, BeamRun
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.decoding.run import Run, check_arrived
+from prefixd.worker.graphs.captured import Span
+from prefixd.worker.graphs.pass_graphs import PassGraphs
 from prefixd.worker.memory.embedding_memory import EmbeddingMemory
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
-from prefixd.worker.attention.captured import GraphCapture
 from prefixd.worker.attention.chunked_attention import ChunkedAttention
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.attention.flash_attention import FlashAttention
-from prefixd.worker.attention.pass_graphs import PassGraphs
-from prefixd.worker.attention.prompt_graphs import PromptGraphs
+from prefixd.worker.graphs.captured import GraphCapture
+from prefixd.worker.graphs.decode_graphs import DecodeGraphs
+from prefixd.worker.graphs.pass_graphs import PassGraphs
+from prefixd.worker.graphs.prompt_graphs import PromptGraphs
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.memory.virtual_kv import VirtualKv

@@ -18,9 +18,9 @@ from prefixd.worker.attention.attention import (
     AttentionBackend,
     register_attention,
 )
-from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.attention.choice.backend_choice import choose_attention
 from prefixd.worker.attention.cross_attention import CrossStep
+from prefixd.worker.graphs.captured import CapturedStep
 from prefixd.worker.images import ImageEncoder, attention_names, image_kind, read_processor
 from prefixd.worker.memory.grouped_kv import GroupedStep, places
 from prefixd.worker.memory.kv_cache import StepCache

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from prefixd.base.sampling import Sampling
+from prefixd.worker.attention.attention import AttentionBackend
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.cross_kv import CrossKv
@@ -330,6 +331,23 @@ def make_rig(llama_directory: Path) -> Iterator[Callable[..., Rig]]:
     ) -> Rig:
         chosen = model or load_model(read_model_spec(WorkerSettings(model=str(llama_directory), **settings)))
         rigs.append(Rig(chosen, frames, max_step_tokens, kv=kv))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig_with(llama_directory: Path) -> Iterator[Callable[..., Rig]]:
+    """Rigs on the small model with an attention backend, a KV memory and a layout."""
+    rigs: list[Rig] = []
+
+    def make(attention: AttentionBackend | None, kv: str = "virtual", layout: str = "token") -> Rig:
+        settings = WorkerSettings(model=str(llama_directory), layout=layout, chunk_bytes=4096)
+        model = load_model(read_model_spec(settings))
+        model.attention = attention or model.attention
+        rigs.append(Rig(model, kv=kv))
         return rigs[-1]
 
     yield make

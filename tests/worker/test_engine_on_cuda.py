@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from prefixd.worker.attention.captured import CapturedStep, GraphCapture, Span
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
-from prefixd.worker.attention.pass_graphs import PassGraphs
-from prefixd.worker.attention.prompt_graphs import PromptGraphs
+from prefixd.worker.graphs.captured import CapturedStep, GraphCapture, Span
+from prefixd.worker.graphs.decode_graphs import DecodeGraphs
+from prefixd.worker.graphs.pass_graphs import PassGraphs
+from prefixd.worker.graphs.prompt_graphs import PromptGraphs
 from prefixd.worker.load_graphs import capture
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.model import load_model

@@ -19,12 +19,12 @@ from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.part import Unavailable
 from prefixd.base.sampling import Sampling
 from prefixd.worker.attention.attention import ATTENTION_NAME, register_attention
-from prefixd.worker.attention.captured import Compute, GraphCapture, Replay
-from prefixd.worker.attention.decode_graphs import FEWEST_KEYS, DecodeGraphs
 from prefixd.worker.attention.flash_attention import FlashAttention
-from prefixd.worker.attention.pass_graphs import PassGraphs
-from prefixd.worker.attention.prompt_graphs import PromptGraphs
 from prefixd.worker.engine import Engine
+from prefixd.worker.graphs.captured import Compute, GraphCapture, Replay
+from prefixd.worker.graphs.decode_graphs import FEWEST_KEYS, DecodeGraphs
+from prefixd.worker.graphs.pass_graphs import PassGraphs
+from prefixd.worker.graphs.prompt_graphs import PromptGraphs
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
 from prefixd.worker.spec.model_spec import read_model_spec

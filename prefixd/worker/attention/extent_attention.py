@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
-from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.attention.kernels.extent_call import Blocks, ExtentCall, ExtentKernel, Runs, Scores, Tiles
+from prefixd.worker.graphs.captured import CapturedStep
 from prefixd.worker.memory.kv_memory import Segment, StepKv
 from prefixd.worker.memory.paged_blocks import Extents
 from prefixd.worker.memory.paged_kv import PagedStep

@@ -18,10 +18,10 @@ from typing import Any, cast
 import torch
 
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
-from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.attention.choice.pass_plan import PassPlan, Plan, plain
 from prefixd.worker.attention.kernels.flash_kernels import AloneKernel, VarlenKernel
 from prefixd.worker.attention.split_prefix import SplitPass
+from prefixd.worker.graphs.captured import CapturedStep
 from prefixd.worker.memory.kv_memory import StepKv
 from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.spec.kv_groups import READ_BLOCK as READ_BLOCK

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from benchmarks.engines.extent_reference import extent_reference
 from prefixd.worker.attention.attention import AttentionKind
-from prefixd.worker.attention.captured import PassInputs
-from prefixd.worker.attention.decode_graphs import DecodeStep
 from prefixd.worker.attention.extent_attention import ExtentAttention, why_not_group
 from prefixd.worker.attention.kernels.extent_call import ExtentKernel
 from prefixd.worker.attention.kernels.extent_check import error_of, find_extent_kernel
 from prefixd.worker.attention.tile_attention import TileAttention
+from prefixd.worker.graphs.captured import PassInputs
+from prefixd.worker.graphs.decode_graphs import DecodeStep
 from prefixd.worker.images.prompt_images import PassImages
 from prefixd.worker.memory.kv_memory import Segment, StepKv
 from prefixd.worker.memory.paged_blocks import BlockTable

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from benchmarks.engines.varlen_reference import alone_reference, varlen_reference
 from prefixd.worker.attention import flash_attention, split_prefix
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
-from prefixd.worker.attention.captured import PassInputs
 from prefixd.worker.attention.choice.pass_plan import PassPlan, split_long
-from prefixd.worker.attention.decode_graphs import DecodeStep
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.kernels import flash_kernels, merge_kernel
 from prefixd.worker.attention.kernels.flash_kernels import flash_alone, why_no_lse, why_not_alone
 from prefixd.worker.attention.kernels.merge_kernel import OwnPart, Parts
 from prefixd.worker.attention.split_prefix import piece_size
+from prefixd.worker.graphs.captured import PassInputs
+from prefixd.worker.graphs.decode_graphs import DecodeStep
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.memory.virtual_kv import VirtualStep
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from prefixd.worker.attention.captured import (
+from prefixd.worker.graphs.captured import (
     CapturedPasses,
     CapturedStep,
     Compute,

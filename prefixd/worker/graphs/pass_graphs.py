@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from prefixd.worker.attention.captured import Span
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
-from prefixd.worker.attention.prompt_graphs import PromptGraphs
+from prefixd.worker.graphs.captured import Span
+from prefixd.worker.graphs.decode_graphs import DecodeGraphs
+from prefixd.worker.graphs.prompt_graphs import PromptGraphs
 from prefixd.worker.to_device import UnreadTokens
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.engines.varlen_reference import varlen_reference
-from prefixd.worker.attention.captured import CapturedStep, Span
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.attention.flash_attention import FlashAttention
-from prefixd.worker.attention.pass_graphs import PassGraphs
-from prefixd.worker.attention.prompt_graphs import PromptGraphs
+from prefixd.worker.graphs.captured import CapturedStep, Span
+from prefixd.worker.graphs.decode_graphs import DecodeGraphs
+from prefixd.worker.graphs.pass_graphs import PassGraphs
+from prefixd.worker.graphs.prompt_graphs import PromptGraphs
 from prefixd.worker.load_graphs import capture
 from prefixd.worker.readiness import Readiness
 

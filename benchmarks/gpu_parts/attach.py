@@ -84,7 +84,7 @@ def _point(
         def end(unmap: bool) -> None:
             manager.release(made.pop())
             if unmap:
-                manager.reclaim()
+                manager.unused.reclaim()
 
         def other() -> None:
             made.append(manager.create(own))
@@ -102,12 +102,12 @@ def _point(
 
         remapping = device.wall_us(lambda: attach(wanted=False), rounds, after=again)
         manager.release(taken)
-        manager.reclaim()
+        manager.unused.reclaim()
         attach(wanted=False)
         end(unmap=False)
-        reused = manager.counts.reused
+        reused = manager.mapping.counts.reused
         reuse = device.wall_us(lambda: attach(wanted=True), rounds, after=lambda: end(unmap=False))
-        if manager.counts.reused == reused:
+        if manager.mapping.counts.reused == reused:
             raise RuntimeError("the row that still maps the prefix was not found")
         attach(wanted=True)
         manager.wait(made)

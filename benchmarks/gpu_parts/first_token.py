@@ -110,7 +110,7 @@ def _sources(
         run("gpu_eager", computed)
     run("gpu", computed)  # captures
     run("gpu", computed)
-    rig.kv.manager.reclaim()
+    rig.kv.manager.unused.reclaim()
     run("gpu_unmapped", computed)
     rig.map_everywhere(loaded)
     run("gpu_dirty", computed)

@@ -12,6 +12,7 @@ from benchmarks.gpu_parts.rig.part import Budget, Part
 from prefixd_swap.group_shape import Layout
 from prefixd_swap.vmem import FrameId, FrameTable
 from prefixd_swap.vtensor import VirtualTensorManager
+from prefixd_swap.vtensor.own_memory import grow
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _SMALL_BATCHES = (1, 2)
@@ -56,7 +57,7 @@ def _point(device: Device, heads: Heads, layout: Layout, batch: int, longest: in
             tensor = manager.create()
             if prefix and number % _PREFIX_SHARE == 0:
                 manager.match(tensor, prefix)
-            if not manager.grow(tensor, length):
+            if not grow(manager, tensor, length):
                 raise RuntimeError(f"a request of {length} tokens did not get its memory")
             if number == 0:
                 prefix = manager.record(tensor, 0, shared)

@@ -84,7 +84,7 @@ def compare(
             step()
         virtual_kv = rigs[VIRTUAL].kv
         assert isinstance(virtual_kv, VirtualKv)
-        counts = asdict(virtual_kv.manager.counts)
+        counts = asdict(virtual_kv.manager.mapping.counts)
     finally:
         for rig in rigs.values():
             rig.close()

@@ -112,7 +112,7 @@ class StepTimer:
         for tensor in growing:
             self.kv.wait(tensor, tensor.capacity_tokens)
         opened = list(growing)
-        before = self.kv.manager.counts.mapped
+        before = self.kv.manager.mapping.counts.mapped
         began = time.perf_counter()
         for tensor, frame in zip(growing, self._growing, strict=False):
             self.kv.extend(tensor, [frame])
@@ -123,8 +123,8 @@ class StepTimer:
         for tensor in opened:
             self.kv.wait(tensor, tensor.capacity_tokens)
             self.kv.close(tensor, lambda: None)
-        result.mapped[kind] += self.kv.manager.counts.mapped - before
-        self.kv.manager.reclaim()
+        result.mapped[kind] += self.kv.manager.mapping.counts.mapped - before
+        self.kv.manager.unused.reclaim()
 
 
 def measure(model: CausalModel, plan: StepPlan, step: Callable[[], None], in_background: bool = True) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,3 +77,12 @@ def used_bytes(memory: VirtualMemory) -> int:
 def settle(memory: VirtualMemory) -> Callable[[], None]:
     """Waits for what torch has submitted; call it before unmapping."""
     return (lambda: None) if memory.device == "cpu" else torch.cuda.synchronize
+
+
+@pytest.fixture(params=["at once", "in the background"])
+def background(request: pytest.FixtureRequest) -> Iterator[ThreadPoolExecutor | None]:
+    if request.param == "at once":
+        yield None
+        return
+    with ThreadPoolExecutor(1) as executor:
+        yield executor

@@ -28,6 +28,7 @@ SUITES = {
             HERE / "test_frames.py",
             HERE / "test_mapping_ahead.py",
             HERE / "copies",
+            HERE / "vtensor/test_own_memory.py",
             HERE / "vtensor/test_vattention.py",
             TESTS / "integrations/engine/test_block_transfers_on_cuda.py",
         ],

@@ -95,7 +95,7 @@ class Worker:
         return tensor
 
     def beside_a_step(self) -> None:
-        self.manager.map_ahead()
+        self.manager.mapping.map_ahead()
         self.thread.run()
 
     def end(self, tensor: VirtualTensor) -> None:
@@ -116,16 +116,16 @@ def test_a_request_that_is_expected_maps_nothing(worker: Worker) -> None:
     """It had mapped all of its prefix."""
     prefix = worker.frames(0, PREFIX)
     assert worker.calls.of(lambda: worker.end(worker.attach(worker.frames(30, PREFIX))))[0] == PREFIX * worker.chunks
-    worker.manager.expect(prefix)
+    worker.manager.mapping.expect(prefix)
     assert worker.calls.of(worker.beside_a_step)[0] == PREFIX * worker.chunks
     assert worker.calls.of(lambda: worker.attach(prefix)) == (0, 0)
-    assert worker.manager.ahead.expected_rows == frozenset()
+    assert worker.manager.mapping.ahead.expected_rows == frozenset()
 
 
 def test_two_requests_that_are_expected_with_one_prefix_get_a_row_each(worker: Worker) -> None:
     prefix = worker.frames(0, PREFIX)
     for _ in range(2):
-        worker.manager.expect(prefix)
+        worker.manager.mapping.expect(prefix)
     worker.beside_a_step()
     assert worker.calls.of(lambda: (worker.attach(prefix), worker.attach(prefix))) == (0, 0)
 
@@ -147,31 +147,31 @@ def test_above_the_high_watermark_the_longest_idle_rows_are_unmapped_down_to_the
     worker.beside_a_step()
     rows = worker.manager.virtual.rows
     assert [rows[tensor.row].mapped_blocks for tensor in tensors] == [0, 0, 0, 0, 10, 10], "a quarter of 80 frames"
-    assert worker.manager.ahead.reclaimed == 40
+    assert worker.manager.mapping.ahead.reclaimed == 40
     assert worker.calls.of(worker.beside_a_step) == (0, 0)
 
 
 def test_a_requests_own_mapping_goes_before_the_rest(worker: Worker) -> None:
-    worker.manager.expect(worker.frames(0, PREFIX))
-    worker.manager.map_ahead()
+    worker.manager.mapping.expect(worker.frames(0, PREFIX))
+    worker.manager.mapping.map_ahead()
     tensor = worker.manager.create()
     worker.manager.extend(tensor, worker.frames(30, 2))
     worker.thread.run()
-    assert worker.manager.ahead.mapped == _PIECE and worker.manager.counts.mapped == 2
+    assert worker.manager.mapping.ahead.mapped == _PIECE and worker.manager.mapping.counts.mapped == 2
     worker.beside_a_step()
-    assert worker.manager.ahead.mapped == PREFIX
+    assert worker.manager.mapping.ahead.mapped == PREFIX
 
 
 def test_a_row_that_is_taken_meanwhile_has_what_its_request_needs(worker: Worker) -> None:
-    worker.manager.expect(worker.frames(0, PREFIX))
-    worker.manager.map_ahead()
+    worker.manager.mapping.expect(worker.frames(0, PREFIX))
+    worker.manager.mapping.map_ahead()
     tensors = [worker.manager.create() for _ in range(ROWS)]
     for number, tensor in enumerate(tensors):
         worker.manager.extend(tensor, worker.frames(10 * number, 10))
     worker.thread.run()
     worker.manager.wait(tensors)
     worker.manager.check_integrity()
-    assert worker.manager.ahead.expected_rows == frozenset()
+    assert worker.manager.mapping.ahead.expected_rows == frozenset()
 
 
 def test_rows_are_taken_while_the_thread_looks_for_those_to_unmap(
@@ -188,30 +188,30 @@ def test_rows_are_taken_while_the_thread_looks_for_those_to_unmap(
                 taken.append(worker.manager.create())
             return super().__contains__(row)
 
-    worker.manager.map_ahead()
-    monkeypatch.setattr(worker.manager.ahead, "_expected", Switching())
+    worker.manager.mapping.map_ahead()
+    monkeypatch.setattr(worker.manager.mapping.ahead, "_expected", Switching())
     worker.thread.run()
     monkeypatch.undo()
-    worker.manager.map_ahead()  # raises what the thread has raised
+    worker.manager.mapping.map_ahead()  # raises what the thread has raised
     worker.end(taken[0])
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["before it is mapped", "afterwards"])
 def test_frames_that_go_are_not_expected_any_more(worker: Worker, mapped: bool) -> None:
     prefix = worker.frames(0, PREFIX)
-    worker.manager.expect(prefix)
+    worker.manager.mapping.expect(prefix)
     if mapped:
         worker.beside_a_step()
-    worker.manager.reclaim(prefix[3:5])
+    worker.manager.unused.reclaim(prefix[3:5])
     worker.beside_a_step()
-    assert not worker.manager.still_mapped(prefix[3:5])
-    assert worker.manager.ahead.expected_rows == frozenset()
+    assert not worker.manager.unused.still_mapped(prefix[3:5])
+    assert worker.manager.mapping.ahead.expected_rows == frozenset()
 
 
 def test_few_rows_are_kept_for_requests_that_may_never_come(worker: Worker) -> None:
     for first in range(0, 60, 5):
-        worker.manager.expect(worker.frames(first, 5))
-    assert len(worker.manager.ahead.expected_rows) == ROWS // 2
+        worker.manager.mapping.expect(worker.frames(first, 5))
+    assert len(worker.manager.mapping.ahead.expected_rows) == ROWS // 2
     worker.beside_a_step()
-    assert worker.manager.ahead.mapped == ROWS // 2 * 5, "those expected last"
+    assert worker.manager.mapping.ahead.mapped == ROWS // 2 * 5, "those expected last"
     assert worker.calls.of(lambda: worker.attach(worker.frames(55, 5))) == (0, 0)

@@ -100,8 +100,8 @@ def test_giving_up_frames_does_not_look_at_every_block_in_turn() -> None:
         gone = set(frames[64:])
         rows = manager.virtual.rows
         one_by_one = seconds(lambda: [frame in gone for row in rows for frame in row.mapped])
-        assert seconds(lambda: manager.still_mapped(gone)) < one_by_one / 4
-        assert manager.reclaim(gone) == 64 and not manager.still_mapped(gone)
-        assert seconds(lambda: manager.reclaim(gone)) < one_by_one / 4
+        assert seconds(lambda: manager.unused.still_mapped(gone)) < one_by_one / 4
+        assert manager.unused.reclaim(gone) == 64 and not manager.unused.still_mapped(gone)
+        assert seconds(lambda: manager.unused.reclaim(gone)) < one_by_one / 4
         manager.close()
         pool.close()

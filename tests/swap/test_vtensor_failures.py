@@ -127,10 +127,10 @@ def test_frames_are_still_mapped_until_the_last_piece_is_gone(
     manager.release(tensor)
     manager.poll(wait=True)
     with no_mapping_left(pool.memory, "_unmap", geometry.pieces - 1), pytest.raises(OutOfMemoryError):
-        manager.reclaim(leaving[1:])
-    assert manager.still_mapped(leaving) == set(leaving)
+        manager.unused.reclaim(leaving[1:])
+    assert manager.unused.still_mapped(leaving) == set(leaving)
     manager.check_integrity()
-    assert manager.reclaim(leaving[1:]) == 2 and manager.still_mapped(leaving) == {leaving[0]}
+    assert manager.unused.reclaim(leaving[1:]) == 2 and manager.unused.still_mapped(leaving) == {leaving[0]}
     manager.close()
 
 

@@ -28,36 +28,12 @@ def pool(memory: VirtualMemory, geometry: KvGeometry) -> FramePool:
     return FramePool(memory, geometry.block_bytes, 12)
 
 
-@pytest.fixture(params=["at once", "in the background"])
-def background(request: pytest.FixtureRequest) -> Iterator[ThreadPoolExecutor | None]:
-    if request.param == "at once":
-        yield None
-        return
-    with ThreadPoolExecutor(1) as executor:
-        yield executor
-
-
 @pytest.fixture
 def manager(
     pool: FramePool, geometry: KvGeometry, background: ThreadPoolExecutor | None, settle: Settle
 ) -> Iterator[VirtualTensorManager]:
     made = VirtualTensorManager(
         pool.memory, pool.table, geometry, requests=REQUESTS, max_tokens=MAX_TOKENS, background=background
-    )
-    yield made
-    settle()
-    made.check_integrity()
-    made.close()
-
-
-@pytest.fixture
-def owner(
-    memory: VirtualMemory, geometry: KvGeometry, background: ThreadPoolExecutor | None, settle: Settle
-) -> Iterator[VirtualTensorManager]:
-    """One that creates its frames itself, eight at most."""
-    table = FrameTable(geometry.chunks_per_block(memory.chunk_bytes))
-    made = VirtualTensorManager(
-        memory, table, geometry, requests=REQUESTS, max_tokens=MAX_TOKENS, limit=8, background=background
     )
     yield made
     settle()
@@ -194,7 +170,7 @@ def test_a_prefix_is_shared_without_a_copy_and_counted(manager: VirtualTensorMan
     assert one.kv[3, 1, 0, 1, 2].item() == 9
     assert manager.is_shared(one, 1) and not manager.is_shared(one, 2)
     assert manager.physical.shared_count == 2
-    assert manager.counts.copied == 0
+    assert manager.mapping.counts.copied == 0
 
 
 def test_what_is_still_mapped_is_not_mapped_again(
@@ -209,14 +185,14 @@ def test_what_is_still_mapped_is_not_mapped_again(
         settle()
         manager.release(tensor)
     assert manager.poll(wait=True) == 0
-    mapped = manager.counts.mapped
+    mapped = manager.mapping.counts.mapped
     again = manager.create([*chat, *others])
     manager.match(again, chat)
     manager.wait([again])
-    assert manager.counts.mapped == mapped and manager.counts.reused == 4
+    assert manager.mapping.counts.mapped == mapped and manager.mapping.counts.reused == 4
     manager.extend(again, others)
     manager.wait([again])
-    assert manager.counts.mapped == mapped + 2
+    assert manager.mapping.counts.mapped == mapped + 2
     again.kv[12:20] = 5
     assert frame_values(pool, chat[3]).eq(5).all() and frame_values(pool, others[0]).eq(5).all()
     settle()
@@ -241,13 +217,13 @@ def test_other_frames_replace_those_of_an_ended_request(
     again.kv[:12] = 2
     assert all(frame_values(pool, frame).eq(1).all() for frame in first), "they are as the ended request left them"
     assert all(frame_values(pool, frame).eq(2).all() for frame in second)
-    assert manager.still_mapped(first) == {first[3]}, "the fourth block was not wanted, and stays for the next"
+    assert manager.unused.still_mapped(first) == {first[3]}, "the fourth block was not wanted, and stays for the next"
     settle()
-    assert manager.reclaim() == 1, "behind the last block of the row in use"
+    assert manager.unused.reclaim() == 1, "behind the last block of the row in use"
     manager.release(again)
-    assert manager.reclaim(second[1:2]) == 2
-    assert manager.still_mapped([*first, *second]) == {second[0]}
-    assert manager.reclaim() == 1
+    assert manager.unused.reclaim(second[1:2]) == 2
+    assert manager.unused.still_mapped([*first, *second]) == {second[0]}
+    assert manager.unused.reclaim() == 1
 
 
 def test_a_fork_shares_all_and_copies_the_block_it_writes_to(
@@ -271,7 +247,7 @@ def test_a_fork_shares_all_and_copies_the_block_it_writes_to(
     assert not manager.is_shared(parent, 2), "the last owner writes in place"
     with pytest.raises(MemoryMisuseError, match="shared with no other"):
         manager.writable(parent, 2, spare[0], tokens=2)
-    assert manager.counts.copied == 1
+    assert manager.mapping.counts.copied == 1
 
 
 def test_a_beam_becomes_another_by_mapping_where_they_differ(
@@ -284,10 +260,10 @@ def test_a_beam_becomes_another_by_mapping_where_they_differ(
     manager.wait([one, two])
     one.kv[12:16] = 1
     settle()
-    mapped = manager.counts.mapped
+    mapped = manager.mapping.counts.mapped
     manager.assign(two, one.frames)
     manager.wait([two])
-    assert two.frames == one.frames and manager.counts.mapped == mapped + 1
+    assert two.frames == one.frames and manager.mapping.counts.mapped == mapped + 1
     assert two.kv[12:16].eq(1).all()
     assert [manager.physical.references(frame) for frame in own] == [2, 0, 0]
     settle()
@@ -338,11 +314,11 @@ def test_a_block_of_several_frames_with_memory_where_it_is_needed(
     manager.pass_by(tensor, 6)
     assert tensor.blocks == 3 and tensor.frames[:6] == (-1,) * 6
     assert manager.physical.references(frames[0]) == 0 and manager.physical.references(frames[3]) == 1
-    assert manager.still_mapped(frames[:3]) == set(frames[:3]), "what was passed stays mapped"
-    assert manager.reclaim(frames[:2]) == 2, "a pass that still runs may read what lies beside them"
-    assert manager.still_mapped(frames[:3]) == set(frames[2:3])
-    assert manager.reclaim(frames[2:3]) == 1 and not manager.still_mapped(frames[:3])
-    assert manager.still_mapped(frames[3:]) == set(frames[3:])
+    assert manager.unused.still_mapped(frames[:3]) == set(frames[:3]), "what was passed stays mapped"
+    assert manager.unused.reclaim(frames[:2]) == 2, "a pass that still runs may read what lies beside them"
+    assert manager.unused.still_mapped(frames[:3]) == set(frames[2:3])
+    assert manager.unused.reclaim(frames[2:3]) == 1 and not manager.unused.still_mapped(frames[:3])
+    assert manager.unused.still_mapped(frames[3:]) == set(frames[3:])
     assert tensor.kv[8:12, 0, 0, 0, 0].tolist() == [4.0, 5.0, 6.0, 7.0]
     manager.check_integrity()
     other = manager.create()
@@ -381,123 +357,6 @@ def test_impossible_sizes_are_refused(memory: VirtualMemory, geometry: KvGeometr
         FrameTable(0)
 
 
-def test_own_frames_are_created_on_demand_and_stay_mapped(owner: VirtualTensorManager, settle: Settle) -> None:
-    """vAttention's deferred reclamation (6.2.2): the next request finds memory where it begins."""
-    tensor = owner.create()
-    assert owner.grow(tensor, 10) and owner.physical._table.count == 3
-    assert owner.grow(tensor, 11) and owner.physical._table.count == 3
-    frames = tensor.frames
-    owner.release(tensor)
-    owner.poll(wait=True)
-    assert owner.physical.free_count == 3
-    mapped = owner.counts.mapped
-    again = owner.create()
-    assert owner.grow(again, 12) and again.frames == frames
-    assert owner.counts.mapped == mapped
-    other = owner.create()
-    assert owner.grow(other, 20) and not owner.grow(again, 16), "eight frames are all"
-    assert again.blocks == 3
-    settle()
-    owner.release(other)
-    owner.poll(wait=True)
-    assert owner.grow(again, 16)
-    assert owner.reclaim() == 5
-    assert len(owner.physical.p_free(keep=1)) == 3
-    assert owner.memory.chunk_count == 5 * owner.physical._table.frame_chunks
-    settle()
-
-
-def test_memory_that_is_free_but_mapped_cannot_go(owner: VirtualTensorManager) -> None:
-    tensor = owner.create()
-    assert owner.grow(tensor, 4)
-    owner.release(tensor)
-    owner.poll(wait=True)
-    with pytest.raises(MemoryMisuseError, match="unmap it before destroying"):
-        owner.physical.p_free()
-    owner.check_integrity()
-    owner.reclaim()
-    owner.physical.p_free()
-
-
-def test_a_batch_grows_in_whole_or_not_at_all(owner: VirtualTensorManager) -> None:
-    one, two = owner.create(), owner.create()
-    assert owner.grow_all({one: 9, two: 4})
-    assert (one.blocks, two.blocks) == (3, 1)
-    assert not owner.grow_all({one: 16, two: 20}), "five blocks more, four are left"
-    with pytest.raises(MemoryMisuseError, match="25 tokens do not fit"):
-        owner.grow_all({one: 16, two: 25})
-    assert (one.blocks, two.blocks) == (3, 1) and owner.physical._table.count == 4
-    assert owner.grow_all({one: 16, two: 1}) and (one.blocks, two.blocks) == (4, 1)
-
-
-def test_blocks_that_are_not_needed_after_all_are_given_back(owner: VirtualTensorManager) -> None:
-    tensor = owner.create()
-    assert owner.grow(tensor, 20)
-    owner.wait([tensor])
-    frames = tensor.frames
-    owner.truncate(tensor, 9)
-    assert tensor.frames == frames[:3] and owner.physical.free_count == 2
-    mapped = owner.counts.mapped
-    assert owner.grow(tensor, 20) and tensor.frames == frames
-    owner.wait([tensor])
-    assert owner.counts.mapped == mapped
-
-
-def test_another_request_takes_the_last_blocks_of_an_ended_one_first(owner: VirtualTensorManager) -> None:
-    ended, other = owner.create(), owner.create()
-    assert owner.grow(ended, 20) and owner.grow(other, 12)
-    frames = ended.frames
-    owner.release(ended)
-    owner.poll(wait=True)
-    assert owner.grow(other, 20) and set(other.frames[3:]) == set(frames[3:])
-    again = owner.create()
-    assert again.row == ended.row
-    assert owner.grow(again, 12) and again.frames == frames[:3], "it begins where the memory is still mapped"
-
-
-def test_memory_is_mapped_ahead_and_stays_free(owner: VirtualTensorManager, settle: Settle) -> None:
-    """vAttention's eager allocation (6.2.2)."""
-    tensor = owner.create()
-    assert owner.grow(tensor, 8)
-    for most, taken in ((2, 2), (0, 0), (9, 1), (9, 0)):
-        assert owner.prepare(12, most) == taken
-        owner.check_integrity()
-    assert owner.counts.mapped == 5 and owner.physical.free_count == 3
-    following = owner.create()
-    assert owner.grow(following, 11)
-    owner.wait([following])
-    assert owner.counts.mapped == 5
-    assert owner.prepare(999, most=99) == 0, "more than there is"
-    last = owner.create()
-    assert owner.grow(last, 12) and owner.prepare(4, most=1) == 0, "no row is left"
-    settle()
-
-
-def test_ended_requests_are_unmapped_until_enough_is(owner: VirtualTensorManager, settle: Settle) -> None:
-    """vAttention's reclamation (6.2.2)."""
-    tensors = [owner.create() for _ in range(REQUESTS)]
-    assert owner.grow_all({tensors[0]: 8, tensors[1]: 12, tensors[2]: 12})
-    old = tensors[0].frames
-    owner.wait(tensors)
-    settle()
-    owner.release(tensors[0])
-    owner.release(tensors[1])
-    owner.truncate(tensors[2], 4)
-    owner.poll(wait=True)
-    assert owner.physical.unmapped_count == 0 and owner.physical.free_count == 7
-    assert owner.reclaim_until(0) == 0
-    assert owner.reclaim_until(1) == 1 and owner.still_mapped(old) == {old[0]}, "the longest idle, from its end"
-    assert owner.reclaim_until(1) == 0
-    assert owner.reclaim_until(3) == 2, "the other block, and one behind the end of the request that runs"
-    assert owner.reclaim_until(8) == 1 and owner.physical.unmapped_count == 4
-    again = owner.create()
-    assert again.row == tensors[1].row
-    mapped = owner.counts.mapped
-    assert owner.grow(again, 12)
-    owner.wait([again])
-    assert owner.counts.mapped == mapped, "the row that comes next was spared"
-
-
 def test_mappings_that_idle_rows_keep_go_before_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefixd_swap.vmem import host, mapping_budget
 
@@ -514,7 +373,7 @@ def test_mappings_that_idle_rows_keep_go_before_the_limit_is_an_error(monkeypatc
         other = manager.create()
         assert other.row != tensor.row
         manager.extend(other, scattered[::-1])
-        assert manager.still_mapped(scattered) == set(scattered)
+        assert manager.unused.still_mapped(scattered) == set(scattered)
         assert not any(frame != -1 for row in manager.virtual.idle() for frame in row.mapped)
         manager.check_integrity()
         third = manager.create()

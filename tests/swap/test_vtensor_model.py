@@ -14,6 +14,7 @@ from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.group_shape import KvGeometry, Layout
 from prefixd_swap.vmem import FrameId, FrameTable, create_memory
 from prefixd_swap.vtensor import VirtualTensor, VirtualTensorManager
+from prefixd_swap.vtensor.own_memory import grow
 
 BLOCK = 2
 REQUESTS, MAX_BLOCKS, FRAMES = 5, 6, 14
@@ -87,7 +88,7 @@ class ManagerMachine(RuleBasedStateMachine):
         physical = self.manager.physical
         if needed + partial > physical.free_count + FRAMES - physical._table.count:
             assert physical.p_alloc(needed + partial) is None
-            assert partial or not self.manager.grow(tensor, have + count)
+            assert partial or not grow(self.manager, tensor, have + count)
             return
         self.settle()
         if partial:
@@ -95,7 +96,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert frames is not None
             self.manager.writable(tensor, have // BLOCK, frames[0], have % BLOCK)
             self.manager.physical.release(frames)
-        assert self.manager.grow(tensor, have + count)
+        assert grow(self.manager, tensor, have + count)
         self.manager.wait([tensor])
         for token in range(have, have + count):
             self.put(tensor, token)
@@ -139,22 +140,22 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), steps=st.integers(0, 2))
     def expect(self, data: st.DataObject, steps: int) -> None:
         """A request may come on this prefix; mapping goes on in the background from the next steps on."""
-        self.manager.expect(data.draw(st.sampled_from(self.kept))[0])
+        self.manager.mapping.expect(data.draw(st.sampled_from(self.kept))[0])
         for _ in range(steps):
-            self.manager.map_ahead()
+            self.manager.mapping.map_ahead()
 
     @rule()
     def compute(self) -> None:
-        self.manager.map_ahead()
+        self.manager.mapping.map_ahead()
 
     @rule(keep=st.integers(0, 3))
     def give_memory_back(self, keep: int) -> None:
         self.settle()
         free = self.manager.physical.free_count
-        self.manager.reclaim()
+        self.manager.unused.reclaim()
         gone = self.manager.physical.p_free(keep)
         assert len(gone) == max(0, free - keep)
-        assert not self.manager.still_mapped(gone)
+        assert not self.manager.unused.still_mapped(gone)
 
     @rule(limit=st.integers(1, FRAMES))
     def resize(self, limit: int) -> None:

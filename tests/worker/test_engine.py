@@ -194,7 +194,7 @@ def test_done_comes_when_nothing_uses_the_frames(rig, prompt):
     assert rig.done[request].reason == "cancelled"
     assert not rig.engine.runnable
     assert [rig.manager.physical.references(frame) for frame in frames] == [0] * 4
-    assert rig.manager.still_mapped(frames) == set(frames), "lazily: the next turn of this chat wants them again"
+    assert rig.manager.unused.still_mapped(frames) == set(frames), "lazily: the next turn of this chat wants them again"
     assert rig.engine.cancel(Cancel(request)) == []
     assert rig.engine.extend(Extend(request, frames)) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from prefixd.worker.memory.cross_kv import CrossMemory
@@ -81,8 +82,7 @@ def make_kv(
         window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )
-    for manager in (managers := kv.managers):
-        manager.neighbours = managers
+    _share_mappings(kv.managers)
     return kv
 
 
@@ -109,8 +109,7 @@ def make_embeddings(
         return EmbeddingMemory(PagedKv(of_text.pages.window, frame, max_tokens=most), row_numbers)
     manager = VirtualTensorManager(memory, table, frame, requests=requests, max_tokens=most, background=background)
     others = kv.managers if isinstance(kv, GroupedKv) else [kv.manager] if isinstance(kv, VirtualKv) else []
-    for each in (managers := [*others, manager]):
-        each.neighbours = managers
+    _share_mappings([*others, manager])
     return EmbeddingMemory(VirtualKv(manager), row_numbers)
 
 
@@ -132,3 +131,10 @@ def _block_tables(spec: ModelSpec, memory: VirtualMemory, table: FrameTable, fra
         window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )
+
+
+def _share_mappings(managers: Sequence[VirtualTensorManager]) -> None:
+    """One that has no mapping left unmaps idle rows of all."""
+    mappings = [manager.mapping for manager in managers]
+    for mapping in mappings:
+        mapping.neighbours = mappings

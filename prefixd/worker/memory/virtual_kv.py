@@ -84,20 +84,20 @@ class VirtualKv:
         """Unmap frames that no sequence has and that are about to be no more. What ended requests left mapped goes.
         Raises MemoryMisuseError if a request has one of the frames."""
         gone = {FrameId(frame) for frame in frames}
-        self.manager.reclaim(gone)
-        if self.manager.still_mapped(gone):  # on addresses whose request has ended and waits for the device
+        self.manager.unused.reclaim(gone)
+        if self.manager.unused.still_mapped(gone):  # on addresses whose request has ended and waits for the device
             self.manager.poll(wait=True)
-            self.manager.reclaim(gone)
-        if left := self.manager.still_mapped(gone):
+            self.manager.unused.reclaim(gone)
+        if left := self.manager.unused.still_mapped(gone):
             raise MemoryMisuseError(f"frame {min(left)} is to go, but a request has it; end the request first")
 
     def expect(self, frames: Sequence[int]) -> None:
         """A sequence with these frames as its first blocks will probably be opened."""
-        self.manager.expect([FrameId(frame) for frame in frames])
+        self.manager.mapping.expect([FrameId(frame) for frame in frames])
 
     def map_ahead(self) -> None:
-        """Map and unmap ahead of need, in the background (`VirtualTensorManager.map_ahead`)."""
-        self.manager.map_ahead()
+        """Map and unmap ahead of need, in the background (`RowMapping.map_ahead`)."""
+        self.manager.mapping.map_ahead()
 
     def step(self, segments: Sequence[Segment]) -> VirtualStep:
         """The memory of a forward pass over these segments."""
@@ -106,7 +106,7 @@ class VirtualKv:
 
     def usage(self) -> KvUsage:
         """What is shared now, and what was done since the start."""
-        counts = self.manager.counts
+        counts = self.manager.mapping.counts
         return KvUsage(self.manager.physical.shared_count, counts.mapped, counts.reused, counts.copied)
 
     def end(self) -> None:

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.group_shape import KvGeometry
-from prefixd_swap.number_runs import consecutive_runs, true_runs
 from prefixd_swap.vmem.base import FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable
-from prefixd_swap.vtensor.frame_lists import NO_FRAME, in_place, present
-from prefixd_swap.vtensor.mapping_ahead import MappingAhead
+from prefixd_swap.vtensor.frame_lists import NO_FRAME, present
 from prefixd_swap.vtensor.physical_set import PhysicalSet
-from prefixd_swap.vtensor.virtual_set import Row, VirtualSet
+from prefixd_swap.vtensor.row_mapping import RowMapping
+from prefixd_swap.vtensor.unused_mappings import UnusedMappings
+from prefixd_swap.vtensor.virtual_set import VirtualSet
 from prefixd_swap.vtensor.virtual_tensor import VirtualTensor
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(slots=True)
-class MappingCounts:
-    """Blocks that requests got since the start.
-
-    mapped: blocks that were mapped.  reused: blocks that were still mapped there by an earlier request.
-    copied: blocks whose bytes were copied (copy on write, tails).
-    """
-
-    mapped: int = 0
-    reused: int = 0
-    copied: int = 0
 
 
 class VirtualTensorManager:
@@ -55,7 +38,8 @@ class VirtualTensorManager:
     ```
 
     Not thread-safe: one thread owns it. `background` makes the mappings in order while the owner computes; call `wait`
-    before touching a virtual tensor's memory.
+    before touching a virtual tensor's memory. `mapping` maps ahead of need too, `unused` unmaps, and `own_memory` grows
+    virtual tensors with frames of `physical`.
 
     Args:
         memory: the memory of all frames.
@@ -86,17 +70,11 @@ class VirtualTensorManager:
         self.memory = memory
         self.virtual = VirtualSet(memory, table, geometry, requests, max_tokens, frames_per_block)
         self.physical = PhysicalSet(memory, table, limit)
-        self.counts = MappingCounts()
-        self._background = background
         self._fence = memory.fence()
         self._live: dict[int, VirtualTensor] = {}
         self._recorded: Counter[FrameId] = Counter()
-        self._last: Future[None] | None = None  # the last mapping in the background
-        self._round: Future[None] | None = None  # work of `ahead` in the background
-        self.ahead = MappingAhead(self.virtual, table, self._is_waited_for)
-        """Maps and unmaps on idle rows, by `expect` and `map_ahead`."""
-        self.neighbours: Sequence[VirtualTensorManager] = ()
-        """All managers, this one included, that share the process's mappings and one `background`."""
+        self.mapping = RowMapping(self.virtual, table, background)
+        self.unused = UnusedMappings(self.virtual, self.physical, self.mapping, self._live)
 
     @property
     def kv(self) -> torch.Tensor:
@@ -113,6 +91,10 @@ class VirtualTensorManager:
         """Released virtual tensors that still wait for a stream."""
         return len(self.virtual.rows) - self.virtual.idle_count - len(self._live)
 
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks that so many tokens fill or begin."""
+        return -(-tokens // self.geometry.block_tokens) * self.virtual.frames_per_block
+
     # -- scheduling (vTensor 5.4) -------------------------------------------------------------------------------
 
     def create(self, wanted: Sequence[FrameId] = ()) -> VirtualTensor:
@@ -123,12 +105,12 @@ class VirtualTensorManager:
         """
         if self.virtual.idle_count == 0:
             self.poll()
-        row = self.virtual.v_alloc(wanted, self.physical.is_free, self.ahead.expected_rows)
+        row = self.virtual.v_alloc(wanted, self.physical.is_free, self.mapping.ahead.expected_rows)
         if row is None:
             raise OutOfMemoryError(
                 f"all {len(self.virtual.rows)} virtual tensors are taken; end a request, or reserve for more requests"
             )
-        self.ahead.take(row.number)
+        self.mapping.ahead.take(row.number)
         tensor = VirtualTensor(row, self.virtual.kv[row.number], self.geometry, self.virtual.frames_per_block)
         self._live[row.number] = tensor
         return tensor
@@ -155,88 +137,22 @@ class VirtualTensorManager:
         self._retain_and_map(tensor, first, list(frames), present(frames))
         tensor._frames.extend(frames)
 
-    def grow(self, tensor: VirtualTensor, tokens: int) -> bool:
-        """`grow_all` of one virtual tensor."""
-        return self.grow_all({tensor: tokens})
-
-    def grow_all(self, tokens: Mapping[VirtualTensor, int]) -> bool:
-        """Extend each virtual tensor with frames of `physical.p_alloc` until it has memory for its tokens.
-
-        False, and nothing changed, if that exceeds the limit of frames. Raises as `extend`, with nothing changed.
-        """
-        lacking: list[tuple[VirtualTensor, int]] = []
-        slots: list[FrameId] = []  # the frames that are mapped now on the new blocks
-        for tensor, wanted in tokens.items():
-            first = len(tensor._frames)
-            stop = max(first, self._blocks(wanted))
-            if stop > self.virtual.blocks:
-                raise MemoryMisuseError(
-                    f"{wanted} tokens do not fit into a virtual tensor of {self.virtual.tokens}; reserve for more"
-                )
-            lacking.append((tensor, stop - first))
-            slots += tensor._row.mapped[first:stop]
-        if not slots:
-            return True
-        frames = self.physical.p_alloc(len(slots), slots)
-        if frames is None:
-            return False
-        placed = iter(in_place(slots, frames))
-        grown: list[tuple[VirtualTensor, int]] = []
-        try:
-            for tensor, count in lacking:
-                self.extend(tensor, list(islice(placed, count)))
-                grown.append((tensor, count))
-        except BaseException:
-            for tensor, count in grown:
-                self._give_back(tensor, len(tensor._frames) - count)
-            raise
-        finally:
-            self.physical.release(frames)  # p_alloc's reference; extend has taken its own
-        return True
-
     def truncate(self, tensor: VirtualTensor, tokens: int) -> None:
         """Give back the memory of the blocks behind the first `tokens` tokens, which nothing on the device uses.
 
         The mappings stay, as after `release`.
         """
-        self._give_back(tensor, self._blocks(tokens))
+        self.give_back(tensor, self.blocks_of(tokens))
 
-    def prepare(self, tokens: int, most: int) -> int:
-        """Eager allocation (vAttention, 6.2.2): map free frames for `tokens` tokens on the row of the next `create`.
+    def give_back(self, tensor: VirtualTensor, first: int) -> None:
+        """Give up the frames from block `first` on.
 
-        The frames stay free, so other requests can still take them. Maps at most `most` frames, and none if that
-        exceeds the limit of frames; returns the number mapped. Raises as `extend`.
+        The last frame becomes free first, so `p_alloc` takes it first: the leading frames stay free the longest for the
+        next request on this row, where they are still mapped.
         """
-        row = self.virtual.next_row(is_free=self.physical.is_free)
-        if row is None:
-            return 0
-        first = row.leading(self.physical.is_free)
-        stop = min(self._blocks(tokens), self.virtual.blocks, first + most)
-        # From block 0 on: frames that are mapped on its leading blocks must not be used for later blocks.
-        frames = self.physical.p_alloc(stop, row.mapped[:stop]) if stop > first else None
-        if frames is None:
-            return 0
-        try:
-            self._run(row, first, in_place(row.mapped[:stop], frames)[first:])
-        finally:
-            self.physical.release(reversed(frames))
-        return stop - first
-
-    def expect(self, frames: Sequence[FrameId]) -> None:
-        """A request with `frames` as its first blocks will probably come: `map_ahead` maps them where its `create` will
-        look for them. Does nothing without `background`: the owner would wait for the mapping all the same."""
-        if self._background is not None:
-            self.ahead.expect(frames)
-
-    def map_ahead(self) -> None:
-        """Begin what may wait, in the background, when the device begins to compute (vAttention, 6.2): map what is
-        expected, and unmap idle rows (`MappingAhead`). Raises the error of the device in the background before."""
-        if self._background is None or not self.ahead.stale:
-            return
-        if self._round is None or self._round.done():
-            if self._round is not None:
-                self._round.result()
-            self._round = self._background.submit(self.ahead.work)
+        self.physical.release(reversed(present(tensor._frames[first:])))
+        del tensor._frames[first:]
+        tensor._passed = min(tensor._passed, first)
 
     def record(self, tensor: VirtualTensor, first: int, stop: int) -> Sequence[FrameId]:
         """Prefix Record: the frames of blocks [first, stop), which are full and are not written again.
@@ -331,7 +247,7 @@ class VirtualTensorManager:
         if count > 0:
             target.kv[first : first + count].copy_(source.kv[first : first + count])
             block = self.geometry.block_tokens
-            self.counts.copied += self._blocks(first + count) - first // block * self.virtual.frames_per_block
+            self.mapping.counts.copied += self.blocks_of(first + count) - first // block * self.virtual.frames_per_block
 
     def release(
         self,
@@ -344,8 +260,8 @@ class VirtualTensorManager:
 
         On host memory that is at once; on CUDA `poll` does it later. `on_released` is called then; only after it may
         the frames get other bytes. Nothing is unmapped (lazy deallocation): the mappings stay until other frames are
-        mapped on these addresses, or until `reclaim`. Raises DeviceError when the driver records no event: the tensor
-        is then not released, and can be released again.
+        mapped on these addresses, or until `unused.reclaim`. Raises DeviceError when the driver records no event: the
+        tensor is then not released, and can be released again.
         """
         if self._live.get(tensor.row) is not tensor:
             raise MemoryMisuseError(f"virtual tensor {tensor.row} is released already; release it once")
@@ -354,9 +270,9 @@ class VirtualTensorManager:
 
         def give_back() -> None:
             self._remove_live(tensor)
-            self._give_back(tensor, 0)
+            self.give_back(tensor, 0)
             self.virtual.v_free(tensor._row)
-            self.ahead.stale = True
+            self.mapping.ahead.stale = True
             if on_released is not None:
                 on_released()
 
@@ -370,7 +286,7 @@ class VirtualTensorManager:
 
         Raises the error of a background mapping of them, in every call: blocks that could not be mapped stay unmapped.
         """
-        needed = self.virtual.blocks if tokens is None else self._blocks(tokens)
+        needed = self.virtual.blocks if tokens is None else self.blocks_of(tokens)
         for tensor in tensors:
             for block, job in tensor._mapping:
                 if block < needed:
@@ -381,70 +297,9 @@ class VirtualTensorManager:
         """Finish the releases that are due, or with `wait` all; returns the number left."""
         return self._fence.poll(wait)
 
-    # -- unused mappings ----------------------------------------------------------------------------------------
-
-    def unmap_unused(self, tensor: VirtualTensor) -> int:
-        """Unmap everything behind the last block of `tensor`; returns the number of blocks unmapped."""
-        self._drain()
-        return self.virtual.unmap(tensor._row, len(tensor._frames))
-
-    def reclaim(self, frames: Iterable[FrameId] | None = None) -> int:
-        """Unmap blocks that no request uses; returns the number of blocks unmapped.
-
-        Those are blocks of idle rows, and blocks of rows in use that are behind the last block or have no memory. With
-        `frames`: on each row only from the first block with one of them on. Frames must be mapped nowhere before they
-        are destroyed (`physical.p_free`, a tier that shrinks).
-        """
-        self._drain()
-        if frames is None:
-            return sum(self.virtual.unmap(*unused) for unused in self._unused(self.virtual.idle()))
-        frames = set(frames)
-        self.ahead.forget(frames)
-        unmapped = 0
-        idle = {row.number for row in self.virtual.idle()}
-        for number, blocks in self.virtual.find(frames).items():
-            row, tensor = self.virtual.rows[number], self._live.get(number)
-            if tensor is None:
-                unmapped += self.virtual.unmap(row, int(blocks[0])) if number in idle else 0
-                continue
-            behind = blocks[blocks >= len(tensor._frames)]
-            if len(behind):
-                unmapped += self.virtual.unmap(row, int(behind[0]))
-            # Of the blocks that a window has left behind, only these: a pass that still runs may read their neighbours.
-            passed = [block for block in blocks.tolist() if block < len(tensor._frames)]
-            empty = [block for block in passed if tensor._frames[block] == NO_FRAME]
-            unmapped += sum(self.virtual.unmap(row, run.start, run.stop) for run in consecutive_runs(empty))
-        return unmapped
-
-    def reclaim_until(self, unmapped: int) -> int:
-        """Reclamation below a watermark (vAttention, 6.2.2); returns the number of blocks unmapped.
-
-        Unmaps unused blocks until `unmapped` free frames are mapped nowhere, or nothing is left to unmap. The longest
-        idle rows come first, each from its end; then unused blocks of rows in use. The row of the next `create` keeps
-        its mappings.
-        """
-        self._drain()
-        spared = self.virtual.next_row(is_free=self.physical.is_free)
-        done = 0
-        lacking = unmapped - self.physical.unmapped_count
-        for row, first, stop in self._unused(row for row in self.virtual.idle() if row is not spared):
-            while lacking > 0 and stop > first:
-                start = max(first, stop - lacking)
-                done += (here := self.virtual.unmap(row, start, stop))
-                stop = start
-                if here:
-                    lacking = unmapped - self.physical.unmapped_count
-        return done
-
-    def still_mapped(self, frames: Iterable[FrameId]) -> set[FrameId]:
-        """Those of `frames` that are held by a block of any row."""
-        self._drain()
-        found = self.virtual.find(frames).items()
-        return {FrameId(frame) for number, blocks in found for frame in self.virtual.rows[number].held[blocks].tolist()}
-
     def check_integrity(self) -> None:
         """Raise IntegrityError unless references, frames and mappings agree. Waits for mappings in the background."""
-        self._drain()
+        self.mapping.drain()
         referenced = [frame for tensor in self._live.values() for frame in present(tensor._frames)]
         referenced += self._recorded.elements()
         if not self.releasing_count:
@@ -461,7 +316,7 @@ class VirtualTensorManager:
         """Wait for all releases and give the addresses back; `kv` and views of it must not be used any more."""
         for tensor in list(self._live.values()):
             self.release(tensor)
-        self._drain()
+        self.mapping.drain()
         self._fence.close()
         self.virtual.close()
 
@@ -473,68 +328,14 @@ class VirtualTensorManager:
         """Add a reference to `retained` and map `frames` from block `first` on; when this raises, neither."""
         self.physical.retain(retained)
         try:
-            job = self._run(tensor._row, first, frames)
+            job = self.mapping.map(tensor._row, first, frames)
         except BaseException:
             self.physical.release(retained)
             raise
         if job is not None:
             tensor._mapping.append((first, job))
 
-    def _run(self, row: Row, first: int, frames: list[FrameId]) -> Future[None] | None:
-        if self._background is None:
-            self._map_now(row, first, frames)
-            return None
-        self._last = self._background.submit(self._map_now, row, first, frames)
-        return self._last
-
-    def _map_now(self, row: Row, first: int, frames: list[FrameId]) -> None:
-        try:
-            mapped = self.virtual.map(row, first, frames)
-        except OutOfMemoryError:
-            # The process has no mapping left: unmap the idle rows of all managers, and try again.
-            for manager in self.neighbours or (self,):
-                for idle in list(manager.virtual.idle()):
-                    manager.virtual.unmap(idle)
-            mapped = self.virtual.map(row, first, frames)
-        self.counts.mapped += mapped
-        self.counts.reused += len(frames) - mapped
-
-    def _give_back(self, tensor: VirtualTensor, first: int) -> None:
-        """Give up the frames from block `first` on.
-
-        The last frame becomes free first, so `p_alloc` takes it first: the leading frames stay free the longest for the
-        next request on this row, where they are still mapped.
-        """
-        self.physical.release(reversed(present(tensor._frames[first:])))
-        del tensor._frames[first:]
-        tensor._passed = min(tensor._passed, first)
-
-    def _unused(self, idle: Iterable[Row]) -> list[tuple[Row, int, int]]:
-        """(row, first, stop): the blocks of `idle` rows, and of rows in use the blocks without memory and those behind
-        the last block."""
-        unused = [(row, 0, self.virtual.blocks) for row in idle]
-        for tensor in self._live.values():
-            frames = tensor._frames
-            if tensor._passed or NO_FRAME in frames:
-                unused += [(tensor._row, run.start, run.stop) for run in true_runs(np.array(frames) == NO_FRAME)]
-            unused.append((tensor._row, len(frames), self.virtual.blocks))
-        return unused
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.geometry.block_tokens) * self.virtual.frames_per_block
-
     def _remove_live(self, tensor: VirtualTensor) -> None:
         """Remove `tensor` from the live ones, unless its row is another tensor's already."""
         if self._live.get(tensor.row) is tensor:
             del self._live[tensor.row]
-
-    def _drain(self) -> None:
-        """Wait for all that is done in the background."""
-        for job in (self._last, self._round):
-            if job is not None:
-                job.exception()
-
-    def _is_waited_for(self) -> bool:
-        """Whether a request's mapping is queued in the background thread."""
-        jobs = [manager._last for manager in self.neighbours or (self,)]
-        return any(job is not None and not job.done() for job in jobs)

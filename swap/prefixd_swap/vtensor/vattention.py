@@ -32,6 +32,7 @@ from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.group_shape import KvGeometry, Layout
 from prefixd_swap.vmem import FrameTable, create_memory
 from prefixd_swap.vtensor import AttachCosts, VirtualTensor, VirtualTensorManager
+from prefixd_swap.vtensor.own_memory import grow, grow_all, prepare
 
 if TYPE_CHECKING:
     import torch
@@ -318,7 +319,7 @@ class VAttention:
     def stats(self) -> KvCacheStats:
         manager = self._owned()
         manager.poll()
-        counts, physical, block = manager.counts, manager.physical, manager.geometry.block_bytes
+        counts, physical, block = manager.mapping.counts, manager.physical, manager.geometry.block_bytes
         return KvCacheStats(
             mapped=counts.mapped,
             reused=counts.reused,
@@ -410,11 +411,11 @@ class VAttention:
         """Map memory for `wanted`, all or nothing; False if there is not enough."""
         manager.poll()
         with suppress(OutOfMemoryError):
-            if manager.grow_all(wanted):
+            if grow_all(manager, wanted):
                 return True
         self._trim(manager, wanted)
         try:
-            return manager.grow_all(wanted)
+            return grow_all(manager, wanted)
         except OutOfMemoryError:  # no mapping of the kernel left; the end of a request gives some back
             return False
 
@@ -435,9 +436,9 @@ class VAttention:
             return
         tensor = manager.create()
         try:
-            manager.unmap_unused(tensor)
+            manager.unused.reclaim_behind(tensor)
             start = time.perf_counter()
-            manager.grow(tensor, blocks * self.block_tokens)
+            grow(manager, tensor, blocks * self.block_tokens)
             self.costs.observe_map(blocks, time.perf_counter() - start)
             half = blocks // 2 * self.block_tokens
             for _ in range(2):  # the first copy loads the kernel
@@ -459,9 +460,9 @@ class VAttention:
         """In the background: the next iteration, then the next request, then reclamation."""
         manager.poll()
         with suppress(OutOfMemoryError):  # the next step reports it, unless a request ends before
-            manager.grow_all(wanted)
-            manager.prepare(self._prompt_tokens, manager.physical.unmapped_count - self._watermark)
-        manager.reclaim_until(self._watermark)
+            grow_all(manager, wanted)
+            prepare(manager, self._prompt_tokens, manager.physical.unmapped_count - self._watermark)
+        manager.unused.reclaim_until(self._watermark)
 
 
 def _explain(manager: VirtualTensorManager, chunk_bytes: int, max_context: int, memory_limit: int) -> Iterable[str]:

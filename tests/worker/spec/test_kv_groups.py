@@ -304,7 +304,7 @@ def test_beams_keep_their_prompt_and_let_it_go_at_their_end(name: str, rig: Rig)
     rig.run()
     assert len(rig.done[search].beams[0].tokens) == NEW
     rig.kv.forget(frames)  # as when the tier shrinks
-    assert not any(manager.still_mapped([FrameId(frame) for frame in frames]) for manager in rig.managers)
+    assert not any(manager.unused.still_mapped([FrameId(frame) for frame in frames]) for manager in rig.managers)
 
 
 def test_windows_give_up_what_they_leave_behind(name: str, rig: Rig) -> None:

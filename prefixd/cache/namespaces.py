@@ -35,6 +35,7 @@ _MAX_SPEC_BYTES = 16 << 10
 _NAMESPACE_BYTES = 1536
 _PART_BYTES = 192
 _TEXTS = 2  # the texts of the spec, and their encoding
+_OF_IMAGES = "-images"
 
 
 class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,6 +78,19 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
     def geometry(self) -> tuple[object, ...]:
         """The format of a block."""
         return (self.block_tokens, self.parts, self.dtype, self.layout)
+
+    @property
+    def of_images(self) -> bool:
+        """Whether its blocks are of images that prompts for one of the daemon's own models show; see `for_images`."""
+        return self.worker and self.name.endswith(_OF_IMAGES)
+
+    def for_images(self, block_tokens: int, part: PartSpec) -> NamespaceSpec:
+        """The namespace for the images that its prompts show, of the same users. Its name: "5f1e...-images"."""
+        return msgspec.structs.replace(self, name=self.name + _OF_IMAGES, block_tokens=block_tokens, parts=(part,))
+
+    def shows(self, other: NamespaceSpec) -> bool:
+        """Whether `other` is for the images that its prompts show, whatever the shape of a block there."""
+        return other.of_images and other == self.for_images(other.block_tokens, other.parts[0])
 
     def group_rules(self) -> list[GroupRule]:
         """The rule of each part, counted in blocks."""

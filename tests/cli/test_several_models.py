@@ -11,6 +11,7 @@ from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 
 READY, FAILED = pb.WorkerStats.STATE_READY, pb.WorkerStats.STATE_FAILED
+NAMES = ("5f1e-a8", "77ab-a8", "5f1e-a8-images", "engine's-images")
 
 
 def stats_of_two() -> pb.StatsResponse:
@@ -25,12 +26,12 @@ def stats_of_two() -> pb.StatsResponse:
     workers[1].error = "signal 9"
     queues = [pb.SchedulerStats(policy="fcfs", waiting_requests=2, finished_requests=5), pb.SchedulerStats()]
     queues[1].finished_requests = 6
-    names = [cache_pb2.Namespace(name=name, block_tokens=16) for name in ("5f1e-a8", "77ab-a8", "engine's")]
+    names = [cache_pb2.Namespace(name=name, block_tokens=16) for name in NAMES]
     return pb.StatsResponse(
         worker=total_worker(workers),
         scheduler=pb.SchedulerStats(policy="fcfs", waiting_requests=2, finished_requests=11),
         namespaces=[
-            pb.NamespaceStats(namespace_id=bytes([at]) * 8, namespace=name, worker=at < 2)
+            pb.NamespaceStats(namespace_id=bytes([at]) * 8, namespace=name, worker=at < 3)
             for at, name in enumerate(names)
         ],
         models=[
@@ -54,7 +55,7 @@ def test_stats_name_each_model_and_total_all(capsys: pytest.CaptureFixture[str])
     assert states["worker.states.kept_states"] == states["models.jamba.worker.states.kept_states"] == "7"
     assert not any("llama" in name for name in states)
     names = [line.strip().split("  ")[0] for line in lines]
-    assert {"5f1e-a8 (llama)", "77ab-a8 (jamba)", "engine's"} <= set(names)
+    assert {"5f1e-a8 (llama)", "77ab-a8 (jamba)", "5f1e-a8-images (llama)", "engine's-images"} <= set(names)
 
 
 def test_metrics_total_all_models_and_name_each() -> None:

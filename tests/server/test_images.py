@@ -16,6 +16,7 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, InvalidArgumentError, Sampling, UnsupportedError
 from prefixd.client.inference import Finished, Tokens
 from tests.daemons import Remote
+from tests.waiting import wait_until
 from tests.worker import test_images as worker_tests
 
 pytestmark = pytest.mark.slow
@@ -104,6 +105,12 @@ def test_a_conversation_of_ten_turns_over_three_images_embeds_three(name: str, f
             assert images.found_images == missed
         else:  # of most images all tokens were found
             assert 1 <= images.found_images < missed
+
+        namespaces = {each.namespace.name: each for each in client.stats().namespaces}
+        of_images, of_text = sorted(namespaces, key=len, reverse=True)
+        assert of_images == f"{of_text}-images" and namespaces[of_images].blocks > 0
+        wait_until(lambda: not client.evict(namespace_id=namespaces[of_text].namespace_id).kept_blocks, "blocks stay")
+        assert not any(each.blocks for each in client.stats().namespaces)
 
         with pytest.raises(InvalidArgumentError, match=r"2 placeholders .* and the request has 1 images"):
             list(client.generate([1, vision.token, 2, vision.token], images=[picture(0)]))

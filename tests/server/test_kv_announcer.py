@@ -355,6 +355,8 @@ CLAIMED = {"name": "llama", "block_tokens": 1, "parts": (PartSpec("a", 0, 2),)}
         ({"tenant": "alice"}, ("alice/qwen",), False),
         ({"tenant": "alice", "salt": b"s"}, ("alice/llama",), True),
         ({"tenant": "mallory", "worker": True}, (), True),  # what this daemon's worker computed is so
+        ({"worker": True, "name": "llama-images"}, ("default/*",), False),  # of drawn ids, which are in no prompt
+        ({"name": "llama-images"}, ("default/*",), True),  # a client's own
         ({"tenant": COMMON}, ("default/*",), False),
         ({"tenant": COMMON}, ("(common)/*",), True),
     ],
@@ -385,7 +387,7 @@ async def test_whose_blocks_are_told(
     while events._run_turn():
         pass
     assert not router.blocks
-    topic = b"kv@%s@llama" % namespace.spec.tenant.encode()
+    topic = f"kv@{namespace.spec.tenant}@{namespace.spec.name}".encode()
     assert router.topics == ([topic] * 3 if told else [])
 
 

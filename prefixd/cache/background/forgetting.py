@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.long_work.pacer import SLICE_ROWS, give_way
+from prefixd.base.long_work.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.base.long_work.steps import in_thread
 from prefixd.cache.disk.records import Identity
 from prefixd.cache.index.children import Descendants, MovedError
@@ -20,6 +20,7 @@ from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.moving.mover import Mover
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 
 _WALK_STEPS = 1 << 11
 _FORGOTTEN_AT_ONCE = 256
@@ -83,6 +84,16 @@ async def find_namespaces(trie: Trie, ordinals: Collection[int] | None) -> Found
         return FoundBlocks(trie, np.concatenate(rows)[order], np.concatenate(generations)[order])
 
     return await in_thread(deepest_first)
+
+
+async def with_images(namespaces: NamespaceRegistry, namespace: Namespace) -> list[Namespace]:
+    """A namespace, and those for the images that its prompts show: one for each shape of block that they have had."""
+    found, pacer = [namespace], Pacer()
+    for other in namespaces if namespace.spec.worker else ():
+        if namespace.spec.shows(other.spec):
+            found.append(other)
+        await pacer.worked(1)
+    return found
 
 
 async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> AsyncGenerator[tuple[int, int], None]:

@@ -123,7 +123,12 @@ def evict_command(
     ] = None,
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", metavar="NAME|ID", show_default=False, help="Drop a whole namespace."),
+        typer.Option(
+            "--namespace",
+            metavar="NAME|ID",
+            show_default=False,
+            help="Drop a whole namespace, with the images that its prompts show.",
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Drop everything.")] = False,
     shared: Annotated[

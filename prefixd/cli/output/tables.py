@@ -202,7 +202,8 @@ def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Seq
     made = table("namespace", *tenants, "id", *numbers, right=numbers, fold=("namespace",))
     for entry in namespaces:
         name = entry.namespace.name
-        owners = [model.name for model in models if len(models) > 1 and entry.worker and model.namespace == name]
+        of_model = name.removesuffix("-images") if entry.worker else ""  # as `NamespaceSpec.for_images` names them
+        owners = [model.name for model in models if len(models) > 1 and of_model == model.namespace]
         made.add_row(
             Text(f"{name} ({', '.join(owners)})" if owners else name),
             *([Text(entry.tenant)] if tenants else []),

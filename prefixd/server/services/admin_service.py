@@ -13,7 +13,7 @@ from prefixd.base.long_work.pacer import Pacer
 from prefixd.base.tiers import Tier
 from prefixd.cache import TieredCache
 from prefixd.cache.audit.integrity import audit
-from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, find_subtree, forget
+from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, find_subtree, forget, with_images
 from prefixd.cache.background.scrubber import ScrubProgress
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.figures.snapshot import Snapshot
@@ -98,7 +98,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @streaming
     async def Evict(self, request: pb.EvictRequest) -> AsyncGenerator[pb.EvictResponse, None]:
-        """Drops a prefix with the blocks behind it, a namespace, or everything."""
+        """Drops a prefix with the blocks behind it, a namespace with its images, or everything."""
         cache = self._cache
         if request.shared and cache.mover.remote is None:
             raise PreconditionError("there is no shared store to delete from; leave shared out, or set remote.url")
@@ -132,8 +132,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 raise PreconditionError(f"prefix {request.key} is {why}")
             return [await find_subtree(trie, row)]
         if what == "namespace_id":
-            namespace = cache.namespaces.get(request.namespace_id)
-            return [await find_namespaces(cache.trie(namespace), (namespace.ordinal,))]
+            namespaces = await with_images(cache.namespaces, cache.namespaces.get(request.namespace_id))
+            return [await find_namespaces(cache.trie(each), (each.ordinal,)) for each in namespaces]
         if what == "all" and request.all:
             return [await find_namespaces(trie, None) for trie in list(cache.tries)]
         raise InvalidArgumentError("nothing to evict was named; send a key, a namespace_id or all = true")

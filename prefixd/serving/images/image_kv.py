@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from itertools import compress, islice
 
 import numpy as np
-from msgspec.structs import replace
 
 from prefixd.base.drawn_tokens import drawn_ids
 from prefixd.base.rules.rules import CrossAttention, VisionEmbedding
@@ -44,8 +43,6 @@ def image_namespace(model: NamespaceSpec, hello: Hello) -> NamespaceSpec | None:
     """The namespace for the images of a model, of the same users as the model's; None for a model of text alone.
 
     A block there is a frame, or with `Hello.whole_pages` all frames of an image's keys and values.
-
-    Its name: "5f1e...-images".
     """
     if hello.image_group is not None:
         frames = hello.image_group.frames
@@ -55,7 +52,7 @@ def image_namespace(model: NamespaceSpec, hello: Hello) -> NamespaceSpec | None:
         part = PartSpec("embedding", 0, hello.frame_bytes, VisionEmbedding())
     else:
         return None
-    return replace(model, name=f"{model.name}-images", block_tokens=LEAST_BLOCK_TOKENS, parts=(part,))
+    return model.for_images(LEAST_BLOCK_TOKENS, part)
 
 
 @dataclass(frozen=True, slots=True)

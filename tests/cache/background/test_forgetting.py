@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import msgspec
 import numpy as np
 import pytest
 
 from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.audit.integrity import audit
 from prefixd.cache.background import forgetting
-from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, find_subtree, forget
+from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, find_subtree, forget, with_images
 from prefixd.cache.index.trie import CPU
 from tests.rig import BLOCK_TOKENS, MakeRig, Rig
 from tests.tries import forget_blocks
@@ -46,6 +47,23 @@ async def test_a_prefix_goes_with_what_continues_it(make_rig: MakeRig) -> None:
     await rig.check_disk()
     await rig.restart()
     assert rig.restored == 1
+
+
+async def test_images_go_with_the_namespace_whose_prompts_show_them(make_rig: MakeRig) -> None:
+    """Of every shape that they have had; not those of other users, nor a client's of the same name."""
+    rig = make_rig(cpu=40)
+    part = PartSpec("full", 0, rig.part_bytes)
+    model = NamespaceSpec("5f1e", BLOCK_TOKENS, (part,), worker=True)
+    images = [model.for_images(tokens, part) for tokens in (BLOCK_TOKENS, 2 * BLOCK_TOKENS)]
+    others = [
+        *(msgspec.structs.replace(images[0], **change) for change in ({"salt": b"s"}, {"tenant": "t"}, {"dtype": "x"})),
+        *(msgspec.structs.replace(spec, worker=False) for spec in (model, images[0])),
+    ]
+    homes = [rig.cache.register(spec) for spec in (model, *images, *others)]
+    namespaces = rig.cache.namespaces
+    assert [each.spec for each in await with_images(namespaces, homes[0])] == [model, *images]
+    assert await with_images(namespaces, homes[1]) == homes[1:2], "images alone"
+    assert await with_images(namespaces, homes[-2]) == homes[-2:-1], "a client's namespace has no images beside it"
 
 
 async def test_a_namespace_goes_and_others_stay(make_rig: MakeRig) -> None:

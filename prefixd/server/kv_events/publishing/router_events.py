@@ -80,6 +80,8 @@ class KVEvents(Announcer):
 
     def _is_announced(self, namespace: Namespace) -> bool:
         spec = namespace.spec
+        if spec.of_images:  # their ids are drawn, so no prompt of a router has them
+            return False
         return spec.worker or self._named.match(f"{spec.tenant}/{spec.name}") is not None
 
     @property

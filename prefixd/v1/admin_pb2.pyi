@@ -181,7 +181,7 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., worker: bool = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks", "error", "kv", "layout", "cuda_graphs", "cuda_graphs_reason", "states", "passes", "draft", "images", "token_bytes", "token_memory", "operators", "operators_reason", "prompt_graphs", "prompt_graphs_reason")
+    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks", "error", "kv", "layout", "cuda_graphs", "cuda_graphs_reason", "states", "passes", "passes_read_at_once", "draft", "images", "token_bytes", "token_memory", "operators", "operators_reason", "prompt_graphs", "prompt_graphs_reason")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStats.State]
@@ -214,6 +214,7 @@ class WorkerStats(_message.Message):
     CUDA_GRAPHS_REASON_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
+    PASSES_READ_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +243,7 @@ class WorkerStats(_message.Message):
     cuda_graphs_reason: str
     states: StateStats
     passes: int
+    passes_read_at_once: int
     draft: DraftStats
     images: ImageStats
     token_bytes: int
@@ -250,7 +252,7 @@ class WorkerStats(_message.Message):
     operators_reason: str
     prompt_graphs: bool
     prompt_graphs_reason: str
-    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., mapped_blocks: _Optional[int] = ..., reused_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., error: _Optional[str] = ..., kv: _Optional[str] = ..., layout: _Optional[str] = ..., cuda_graphs: bool = ..., cuda_graphs_reason: _Optional[str] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ..., passes: _Optional[int] = ..., draft: _Optional[_Union[DraftStats, _Mapping]] = ..., images: _Optional[_Union[ImageStats, _Mapping]] = ..., token_bytes: _Optional[int] = ..., token_memory: _Optional[int] = ..., operators: _Optional[str] = ..., operators_reason: _Optional[str] = ..., prompt_graphs: bool = ..., prompt_graphs_reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., mapped_blocks: _Optional[int] = ..., reused_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., error: _Optional[str] = ..., kv: _Optional[str] = ..., layout: _Optional[str] = ..., cuda_graphs: bool = ..., cuda_graphs_reason: _Optional[str] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ..., passes: _Optional[int] = ..., passes_read_at_once: _Optional[int] = ..., draft: _Optional[_Union[DraftStats, _Mapping]] = ..., images: _Optional[_Union[ImageStats, _Mapping]] = ..., token_bytes: _Optional[int] = ..., token_memory: _Optional[int] = ..., operators: _Optional[str] = ..., operators_reason: _Optional[str] = ..., prompt_graphs: bool = ..., prompt_graphs_reason: _Optional[str] = ...) -> None: ...
 
 class DraftStats(_message.Message):
     __slots__ = ("model", "draft_tokens", "proposed_tokens", "accepted_tokens")

@@ -140,7 +140,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops a prefix and everything that continues it, a whole namespace, or everything; from every tier.
+        """Drops a prefix and everything that continues it, a whole namespace with the images that its prompts show, or everything;
+        from every tier.
         Leased and pinned blocks, and the prefixes they stand on, stay and are counted; so do blocks that are added meanwhile.
         Dropped blocks are removed durably, from disk too. The stream reports progress; its last message has `done` set. A
         cancelled call leaves the blocks that it has not reached.

@@ -149,7 +149,9 @@ class PassQueue:
     def report(self, count: int) -> list[Step]:
         """The first `count` queued passes as one step; waits until the device has computed them."""
         passes = [self._passes.popleft() for _ in range(count)]
-        results = [result for each in passes if (result := self._read(each)) is not None]
+        all_results = [self._read(each) for each in passes]
+        results = [result for result in all_results if result is not None]
+        at_once = not self._passes and bool(all_results) and all_results[-1] is not None
         started_s, self._read_s = max(self._read_s, passes[0].started_s if passes else 0), self._clock()
         if not results:
             return []
@@ -164,6 +166,7 @@ class PassQueue:
                 sum(result.proposed for result in results),
                 sum(result.accepted for result in results),
                 sum(result.context for result in results) // max(tokens, 1),
+                int(at_once),
             )
         ]
 

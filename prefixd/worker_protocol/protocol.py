@@ -253,6 +253,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
         end; elapsed_s: wall time since the pass began, or since the pass before it had ended, if that is later.
     context_tokens: how many tokens of its request came before one of these, on average.
     passes: number of forward passes: those without a sampled token are reported with the next that has one.
+    read_at_once: of these, those that were read with none queued behind them, 0 or 1: the device waited for the host.
     proposed_tokens: computed tokens that a draft proposed; accepted_tokens: proposed tokens that the model chose, too.
     """
 
@@ -264,6 +265,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     context_tokens: int = 0
+    read_at_once: int = 0
 
 
 class BeamResult(msgspec.Struct, frozen=True):

@@ -263,6 +263,20 @@ def test_tokens_are_read_when_the_next_pass_is_queued(
     rig, stream = lazy(kv)
     rig.generate(prompt, max_tokens=8)
     assert stream.read_behind == [1] * 7 + [0] and stream.passes == 8
+    assert [step.read_at_once for step in rig.steps] == [0] * 7 + [1]
+
+
+def test_passes_of_a_beam_search_count_as_read_at_once(
+    lazy: Callable[..., tuple[Rig, LazyStream]], prompt: list[int]
+) -> None:
+    """Those of the requests beside it, too."""
+    rig, _ = lazy()
+    frames = rig.frames(blocks_needed(len(prompt), 4, 2, rig.block_tokens) * rig.block_frames)
+    search = rig.start(prompt, frames=frames, max_tokens=4, beam_search=BeamSearch(width=2))
+    rig.generate(prompt[:9], max_tokens=12)
+    assert rig.done[search].beams
+    at_once = [step.read_at_once for step in rig.steps]
+    assert at_once == [*[1] * 4, *[0] * (len(at_once) - 5), 1]
 
 
 def test_a_stop_token_that_would_fill_a_block_fills_none(

@@ -247,6 +247,7 @@ class Snapshot:
             operators=worker.ready.operators,
             operators_reason=worker.ready.operators_reason,
             passes=host.dispatcher.counters.passes,
+            passes_read_at_once=host.dispatcher.counters.read_at_once,
             draft=_draft_of(host),
         )
 

@@ -26,6 +26,7 @@ class DispatchCounters:
         encoded_images: image embeddings that the worker has computed.
         found_images: images whose keys and values for cross-attention were found in a tier.
         passes: forward passes of the model.
+        read_at_once: of these, those that were read with none queued behind them.
         proposed_tokens: tokens that the draft proposed.
         accepted_tokens: proposed tokens that the model chose, too.
     """
@@ -36,6 +37,7 @@ class DispatchCounters:
     encoded_images: int = 0
     found_images: int = 0
     passes: int = 0
+    read_at_once: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -73,6 +73,7 @@ class WorkerResults:
         """Results of one forward pass."""
         self.kv = step.kv
         self._counters.passes += step.passes
+        self._counters.read_at_once += step.read_at_once
         self._counters.proposed_tokens += step.proposed_tokens
         self._counters.accepted_tokens += step.accepted_tokens
         self._charge_searches(step)

@@ -62,17 +62,15 @@ async def test_a_step_brings_several_tokens_of_a_request_where_a_draft_proposed_
     bench = await make_bench(16)
     request = bench.submit(range(100, 103), max_tokens=9)
     await bench.running(request)
-    step = Step([Update(request.id, [7, 8, 9], 0)], 5, 0.5, proposed_tokens=4, accepted_tokens=2)
+    step = Step([Update(request.id, [7, 8, 9], 0)], 5, 0.5, proposed_tokens=4, accepted_tokens=2, read_at_once=1)
     for _ in range(2):
         bench.dispatcher.on_step(step)
     assert bench.cost.compute_s(100) is None
     assert (request.generated, request.run.computed_tokens) == (6, 8)
     dispatcher = bench.dispatcher
-    assert (dispatcher.counters.passes, dispatcher.counters.proposed_tokens, dispatcher.counters.accepted_tokens) == (
-        2,
-        8,
-        4,
-    )
+    counters = dispatcher.counters
+    assert (counters.passes, counters.read_at_once) == (2, 2)
+    assert (counters.proposed_tokens, counters.accepted_tokens) == (8, 4)
     bench.dispatcher.on_step(Step([Update(request.id, [1], 0)], 5, 0.5))
     assert bench.cost.compute_s(100) == pytest.approx(10.0)
 

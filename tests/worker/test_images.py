@@ -32,6 +32,7 @@ from prefixd.worker.memory.kv_memory import KvSequence, Segment
 from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.model import CausalModel, _PlainMemory, load_model
 from prefixd.worker.spec.kv_groups import AttentionGroup, KvGroups, with_images
+from prefixd.worker.spec.memory_estimate import most_pass_tokens
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError, RequestError
 from prefixd.worker_protocol.protocol import ImageFrames, ImageGroup, ImageShape, PromptImage
@@ -341,9 +342,11 @@ def test_a_request_that_was_preempted_goes_on(vision, rig):
 def test_no_pass_ends_inside_an_image_that_attends_both_ways(vision, rig, monkeypatch):
     prompts = [vision.prompt(text(19, 25), picture(10), text(20, 3)), vision.prompt(picture(11), text(21, 40))]
     ends: dict[int, set[int]] = {}
+    passes: list[int] = []
     step = rig.kv.step
 
     def watched(segments: Sequence[Segment]) -> Any:
+        passes.append(sum(map(len, segments)))
         for segment in segments:
             ends.setdefault(id(segment.sequence), set()).add(segment.stop)
         return step(segments)
@@ -357,6 +360,7 @@ def test_no_pass_ends_inside_an_image_that_attends_both_ways(vision, rig, monkey
         image = prompt.images[0]
         assert not ends[memory] & set(range(image.first + 1, image.first + image.tokens))
         assert len(ends[memory]) > 8 + 1, "the prompt was computed at once"
+    assert 16 < max(passes) <= most_pass_tokens(16, 2, rig.block_tokens, vision.model.spec.whole_image)
     assert [rig.tokens[request] for request in requests] == [vision.greedy(prompt) for prompt in prompts]
 
 

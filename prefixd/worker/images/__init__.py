@@ -9,6 +9,7 @@ Start.images --> PromptImages --hold--> Embeddings (frames) --(not filled)--> Im
 
 from prefixd.worker.images.cross_images import CrossImages, CrossMemory, CrossPairs
 from prefixd.worker.images.encoder import ImageEncoder
+from prefixd.worker.images.encoder_size import EncoderSize
 from prefixd.worker.images.kinds import (
     attention_names,
     cross_geometry,
@@ -23,6 +24,7 @@ __all__ = [
     "CrossImages",
     "CrossMemory",
     "CrossPairs",
+    "EncoderSize",
     "ImageEncoder",
     "PassImages",
     "PromptImages",

@@ -27,6 +27,7 @@ class ImageKind:
     inputs: names of the processor's outputs that `get_image_features` takes besides the pixels.
     both_ways: see `ImageShape`.
     cross: separate layers attend to the images (`ImageShape`).
+    keeps_layers: transformers keeps the hidden states of all layers of the vision encoder until the last one.
     grid_positions: rotary positions have three dimensions, and the rows of an image lie on a grid in two of them.
     """
 
@@ -34,6 +35,7 @@ class ImageKind:
     both_ways: bool = False
     grid_positions: bool = False
     cross: bool = False
+    keeps_layers: bool = False
 
     @property
     def apart(self) -> bool:
@@ -43,8 +45,8 @@ class ImageKind:
 
 KINDS = {
     "gemma3": ImageKind(both_ways=True),
-    "llava_onevision": ImageKind(inputs=("image_sizes",)),
-    "mllama": ImageKind(inputs=("aspect_ratio_ids", "aspect_ratio_mask"), cross=True),
+    "llava_onevision": ImageKind(inputs=("image_sizes",), keeps_layers=True),
+    "mllama": ImageKind(inputs=("aspect_ratio_ids", "aspect_ratio_mask"), cross=True, keeps_layers=True),
     "qwen2_5_vl": ImageKind(inputs=("image_grid_thw",), grid_positions=True),
 }
 """By `model_type`."""

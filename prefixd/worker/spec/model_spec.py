@@ -21,12 +21,20 @@ from transformers import (
 )
 
 from prefixd.base.rules.rules import SlidingWindow
-from prefixd.worker.images import attention_names, cross_geometry, image_kind, image_shape, read_processor, reads_images
+from prefixd.worker.images import (
+    EncoderSize,
+    attention_names,
+    cross_geometry,
+    image_kind,
+    image_shape,
+    read_processor,
+    reads_images,
+)
 from prefixd.worker.images.kinds import KINDS
 from prefixd.worker.recurrent import StateLayout, state_shapes
 from prefixd.worker.spec.draft_check import check_draft
 from prefixd.worker.spec.kv_groups import KvGroups, plan_groups, with_images
-from prefixd.worker.spec.memory_estimate import weights_bytes, working_bytes
+from prefixd.worker.spec.memory_estimate import device_bytes
 from prefixd.worker.spec.probe import PROBE_NAME, AttentionLayer, probe, register_probe
 from prefixd.worker.spec.tiles import tile_tokens
 from prefixd.worker_protocol.errors import ModelError
@@ -51,6 +59,7 @@ class ModelSpec:
     step_tokens, sequences: most tokens and sequences of one step, by the settings.
     images: how it takes images; None for a model of text alone.
     images_per_prompt: most images of a prompt, by the settings.
+    encoder: what embeds them.
     draft: the model that proposes tokens, if there is one; its `groups` are its own. draft_tokens: how many in a round.
     pixels_fd: of the memory with the pixels of images, by the settings.
     attention_way, attention_costs: `worker.attention`, and the file with the costs of this device; empty: none.
@@ -73,6 +82,7 @@ class ModelSpec:
     sequences: int
     images: ImageShape | None = None
     images_per_prompt: int = 0
+    encoder: EncoderSize | None = None
     draft: ModelSpec | None = None
     draft_tokens: int = 0
     pixels_fd: int = -1
@@ -84,6 +94,11 @@ class ModelSpec:
         """Whether the model takes images that follow each other directly for one."""
         kind = image_kind(self.config)
         return kind is not None and kind.apart
+
+    @property
+    def whole_image(self) -> int:
+        """Tokens of an image that must be in one pass; 0 if none must."""
+        return int(self.config.mm_tokens_per_image) if self.images is not None and self.images.both_ways else 0
 
     @property
     def sequence_capacity(self) -> int:
@@ -164,7 +179,7 @@ class ModelSpec:
 
     def hello(self) -> Hello:
         """The worker's first message."""
-        weights, working = self._device_bytes()
+        weights, working = device_bytes(self)
         return Hello(
             groups=self.groups.shapes,
             needs=self.groups.needs,
@@ -190,29 +205,6 @@ class ModelSpec:
             images=self.images,
             image_group=None if self.groups.cross is None else self.groups.cross.shape,
         )
-
-    def _device_bytes(self) -> tuple[int, int]:
-        """Bytes of the weights and of a step's working memory. Model and draft compute one after the other."""
-        element_bytes = ELEMENT_BYTES[self.dtype]
-        widest = max((layer.query_heads * layer.head_dim for layer in self.attention), default=0)
-        weights = weights_bytes(self.parameters, element_bytes)
-        text = self.config.get_text_config(decoder=True)
-        working = working_bytes(
-            text,
-            max(getattr(text, "hidden_size", 0), widest),
-            element_bytes,
-            self.step_tokens + self.sequences * self.draft_tokens,
-            self.sequences * (1 + self.draft_tokens),
-            on_cuda=self.device.type == "cuda",
-        )
-        if self.images is not None:  # an embedding, until it is copied into frames
-            working += self.step_tokens * self.images.row_bytes
-        if self.groups.cross is not None:  # of an image, until it is copied into frames
-            working += self.groups.cross.geometry.block_bytes
-        if self.draft is None:
-            return weights, working
-        of_draft = self.draft._device_bytes()
-        return weights + of_draft[0], max(working, of_draft[1])
 
 
 def read_model_spec(settings: WorkerSettings) -> ModelSpec:
@@ -254,8 +246,7 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
     _check_class(path, config)
     text = config.get_text_config(decoder=True)
     images = image_shape(config)
-    if images is not None:
-        read_processor(path)
+    processor = None if images is None else read_processor(path)
     limit = _count(path, text, "max_position_embeddings") if hasattr(text, "max_position_embeddings") else _NO_LIMIT
     max_model_tokens = min(settings.max_model_tokens or limit, limit)
     dtype = _dtype(path, config, device) if settings.dtype == "auto" else settings.dtype
@@ -287,6 +278,7 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         sequences=settings.max_sequences,
         images=images,
         images_per_prompt=settings.images_per_prompt,
+        encoder=None if images is None else EncoderSize.of(config, processor, max_model_tokens),
         pixels_fd=settings.pixels_fd,
         attention_way=settings.attention,
         attention_costs=settings.attention_costs,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from prefixd.base.long_work.pacer import give_way
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE, BlockChain
+from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
@@ -44,6 +45,23 @@ def path_now(trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | N
     if namespace.common is None:
         return own
     return compose(trie, own, trie.nodes(namespace.common.root, chain, limit))
+
+
+class PromptPath:
+    """`path_now` of one prompt, again and again: each search continues where the last one ended (`KnownPath`)."""
+
+    __slots__ = ("_common", "_own")
+
+    def __init__(self) -> None:
+        self._own = KnownPath()
+        self._common = KnownPath()
+
+    def find(self, trie: Trie, namespace: Namespace, chain: BlockChain, limit: int) -> Rows:
+        """As `path_now`; always the same prompt, which may have grown, in the same namespace."""
+        own = self._own.find(trie, namespace.root, chain, limit)
+        if namespace.common is None:
+            return own
+        return compose(trie, own, self._common.find(trie, namespace.common.root, chain, limit))
 
 
 def compose(trie: Trie, own: Rows, common: Rows) -> Rows:

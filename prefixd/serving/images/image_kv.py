@@ -31,7 +31,7 @@ from prefixd.base.rules.rules import CrossAttention, VisionEmbedding
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.holds import Hold
-from prefixd.cache.placement.paths import path_now
+from prefixd.cache.placement.paths import PromptPath
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.worker_protocol.protocol import Hello, ImageFrames, PromptImage, embedding_frames
@@ -68,6 +68,7 @@ class ImageKv:
         firsts, ends: of each image, the first of its tokens and their end.
         blocks: number of blocks of each image, by digest.
         chains: of the images, by digest.
+        paths: their blocks as far as they are known, by digest.
     """
 
     namespace: Namespace
@@ -79,6 +80,7 @@ class ImageKv:
     ends: Sequence[int]
     blocks: dict[bytes, int]
     chains: dict[bytes, BlockChain]
+    paths: dict[bytes, PromptPath]
 
     @classmethod
     def of(cls, cache: TieredCache, namespace: Namespace, images: Sequence[PromptImage], hello: Hello) -> ImageKv:
@@ -93,7 +95,8 @@ class ImageKv:
         width = namespace.spec.parts[0].nbytes // hello.frame_bytes
         digests, firsts = [image.digest for image in images], [image.first for image in images]
         ends = [image.first + image.tokens for image in images]
-        return cls(namespace, cache.trie(namespace), width, cross > 0, digests, firsts, ends, blocks, chains)
+        paths = {digest: PromptPath() for digest in blocks}
+        return cls(namespace, cache.trie(namespace), width, cross > 0, digests, firsts, ends, blocks, chains, paths)
 
     @property
     def frames(self) -> int:
@@ -112,7 +115,8 @@ class ImageKv:
     def find(self, digest: bytes) -> Rows:
         """The blocks of an image if all its bytes are in some tier; else none."""
         blocks = self.blocks[digest]
-        rows = self.trie.usable(path_now(self.trie, self.namespace, self.chains[digest], blocks))
+        path = self.paths[digest].find(self.trie, self.namespace, self.chains[digest], blocks)
+        rows = self.trie.usable(path)
         return rows if len(rows) == blocks else NO_ROWS
 
 

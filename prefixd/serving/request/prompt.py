@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from prefixd.base.sampling import Sampling
 from prefixd.cache import BlockChain, Namespace, Trie
-from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import Rows
-from prefixd.cache.placement.paths import compose, path_now
+from prefixd.cache.placement.paths import PromptPath, path_now
 from prefixd.cache.rules import GroupMask
 from prefixd.serving.images.image_kv import ImageKv
 from prefixd.serving.images.prompt_images import PromptImages
@@ -47,8 +46,7 @@ class Prompt:
     image_kv: ImageKv | None = None
     read_only: bool = False
     uncached: bool = False
-    _path: KnownPath = field(default_factory=KnownPath)
-    _common_path: KnownPath = field(default_factory=KnownPath)
+    _path: PromptPath = field(default_factory=PromptPath)
 
     @property
     def generated(self) -> int:
@@ -113,10 +111,7 @@ class Prompt:
         trie, namespace, blocks = self.trie, self.namespace, self.usable_blocks
         if not trie.has_rules:
             return path_now(trie, namespace, self.chain, blocks)  # `found` is as long, or nearly
-        own = self._path.find(trie, namespace.root, self.chain, blocks)
-        if namespace.common is None:
-            return own
-        return compose(trie, own, self._common_path.find(trie, namespace.common.root, self.chain, blocks))
+        return self._path.find(trie, namespace, self.chain, blocks)
 
     @property
     def blocks(self) -> int:

@@ -88,7 +88,9 @@ def hits(request: Request) -> list[int]:
     return request.hit_tokens
 
 
-async def test_an_image_is_in_the_tiers_once_for_all_prompts(vision: Any, encoded: list[bytes], bench_of: Any) -> None:
+async def test_an_image_is_in_the_tiers_once_for_all_prompts(
+    vision: Any, encoded: list[bytes], bench_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cat, dog = picture(1), picture(2, 30, 56)
     prompt = vision.prompt(text(1, 9), cat, text(2, 20), dog, text(3, 7))
     other = vision.prompt(text(4, 13), dog, text(5, 5), cat, text(6, 9), dog)
@@ -109,6 +111,9 @@ async def test_an_image_is_in_the_tiers_once_for_all_prompts(vision: Any, encode
             (group,) = info.groups
             assert (list(group.names), group.rule) == (["cross"], "cross-attention to images in the first 2 blocks")
             assert (info.blocks, group.blocks, info.gpu_blocks) == (2, 2, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(kv.trie._keys, "find_all", None)
+            assert all(len(kv.find(digest)) == 2 for digest in kv.chains), "known blocks are not looked up again"
 
 
 @BOTH

@@ -48,6 +48,7 @@ class CostModel:
 
     - Computing: a fixed time for each pass, one for each token, and one for each pair of a token and one that it
       attends to.
+    - Embedding images: a time for each image, and one for each block of its embedding.
     - A load or store: a latency, and a time for each byte, including those that wait before it on the same path.
 
     Each is learned by `Seconds`. An estimate is None before the first observation: a tier is passed over only after its
@@ -62,6 +63,7 @@ class CostModel:
         if probe_every < 2:
             raise InvalidValueError(f"probe_every is {probe_every}; pass 2 or more, or every load would be made")
         self._compute: Seconds | PrefillCost = Seconds(3)
+        self._encode = Seconds(2)
         self._loads = {distance: Seconds(2) for distance in LOADED_FROM}
         self._stores = {distance: Seconds(2) for distance in LOADED_FROM}
         self._refusals = dict.fromkeys(LOADED_FROM, 0)
@@ -84,6 +86,16 @@ class CostModel:
         _check("computation", elapsed_s, tokens, context_tokens)
         if tokens and isinstance(self._compute, Seconds):
             self._compute.observe(_prefill(tokens, context_tokens), elapsed_s)
+
+    def observe_encode(self, images: int, blocks: int, elapsed_s: float) -> None:
+        """`images` images, of `blocks` blocks together, were embedded in `elapsed_s` seconds.
+
+        Raises:
+            InvalidValueError: a number is negative or not finite.
+        """
+        _check("encoding", elapsed_s, images, blocks)
+        if images:
+            self._encode.observe((float(blocks), float(images)), elapsed_s)
 
     def observe_load(self, distance: Distance, nbytes: int, elapsed_s: float) -> None:
         """`nbytes` came to the GPU from `distance` in `elapsed_s` seconds, latency included.
@@ -113,6 +125,10 @@ class CostModel:
         """Estimated seconds to compute `tokens` prompt tokens behind `context_tokens`; None before the first
         observation."""
         return self._compute.estimate_s(_prefill(tokens, context_tokens)) if tokens else 0.0
+
+    def encode_s(self, images: int, blocks: int) -> float | None:
+        """Estimated seconds to embed `images` images of `blocks` blocks together; None before the first observation."""
+        return self._encode.estimate_s((float(blocks), float(images))) if images else 0.0
 
     def load_s(self, nbytes: int, distance: Distance, queued_bytes: int = 0) -> float | None:
         """Estimated seconds to bring `nbytes` up from `distance` behind `queued_bytes` that wait or move on that path:

@@ -110,6 +110,7 @@ def test_impossible_observations_are_refused(value: float) -> None:
         lambda: costs.observe_compute(1, 1.0, value),
         lambda: costs.observe_load(Distance.CPU, 1, value),
         lambda: costs.observe_store(Distance.CPU, 1, value),
+        lambda: costs.observe_encode(1, 1, value),
     ):
         with pytest.raises(InvalidValueError, match="have to be"):
             observe()

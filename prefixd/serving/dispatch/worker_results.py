@@ -90,9 +90,29 @@ class WorkerResults:
         searched = sum(request.places for request in searches)
         for search in searches:
             queue.charge(search.queued.tenant, search.places * step.passes)
+        if self._observe_encoding(step):
+            return
         asked = step.computed_tokens - step.proposed_tokens
         if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill, which a cached prefix saves
             self._context.cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
+
+    def _observe_encoding(self, step: Step) -> bool:
+        """Observes the time of embedding images; False for a step without, or before any computing was observed."""
+        images, blocks = self._embedded(step)
+        compute_s = self._context.cost.compute_s(step.computed_tokens, step.context_tokens) if images else None
+        if compute_s is None:
+            return False
+        self._context.cost.observe_encode(images, blocks, max(0.0, step.elapsed_s - compute_s))
+        return True
+
+    def _embedded(self, step: Step) -> tuple[int, int]:
+        """The number of images whose embedding was computed in a step, and of their blocks."""
+        found = []
+        for update in step.updates:
+            request = self._requests.running.get(update.id) if update.images else None
+            if request is not None and (kv := request.image_kv) is not None:
+                found += [kv.blocks[digest] for digest in {kv.digests[image] for image in update.images}]
+        return len(found), sum(found)
 
     def _update(self, request: Request, update: Update) -> None:
         if update.tokens:

@@ -155,6 +155,7 @@ class ImageHolds:
     _held: dict[bytes, Hold] = field(default_factory=dict)
     _own: dict[bytes, list[int]] = field(default_factory=dict)
     _filled: set[bytes] = field(default_factory=set)
+    _given_up: set[bytes] = field(default_factory=set)
     _counted: bool = True
 
     def __post_init__(self) -> None:
@@ -189,8 +190,9 @@ class ImageHolds:
 
     @property
     def grew(self) -> bool:
-        """Whether an image that it does not hold has been cached meanwhile."""
-        return self.finding and any(len(self.kv.find(digest)) for digest in self._missing)
+        """Whether an image that it does not hold, and has not given up, has been cached meanwhile."""
+        sought = (digest for digest in self._missing if digest not in self._given_up)
+        return self.finding and any(len(self.kv.find(digest)) for digest in sought)
 
     @property
     def complete(self) -> bool:
@@ -223,12 +225,17 @@ class ImageHolds:
         tiers: list[int] = self.kv.trie.nearest[self.held].tolist()
         return tiers
 
+    @property
+    def lacking(self) -> list[Rows]:
+        """The blocks of each image that it holds and that is not wholly in the GPU tier."""
+        return [hold.rows for hold in self._held.values() if self._lacks(hold)]
+
     def release_missing(self) -> None:
         """Ends the holds of images that are not wholly in the GPU tier: the worker computes them."""
-        level = self.cache.tiers.compute.level
         for digest, hold in list(self._held.items()):
-            if self.kv.trie.lacking(hold.rows, level).any():
+            if self._lacks(hold):
                 del self._held[digest]
+                self._given_up.add(digest)
                 self._end(hold)
 
     def yield_frames(self) -> None:
@@ -296,6 +303,9 @@ class ImageHolds:
     @property
     def _missing(self) -> list[bytes]:
         return [digest for digest in self._needed if digest not in self._held]
+
+    def _lacks(self, hold: Hold) -> bool:
+        return bool(self.kv.trie.lacking(hold.rows, self.cache.tiers.compute.level).any())
 
     def _hold(self, digest: bytes, rows: Rows) -> None:
         compute = self.cache.tiers.compute

@@ -105,6 +105,11 @@ class PieceLoad:
         self._since_s = clock()  # delays count from here on
 
     @property
+    def urgency(self) -> Urgency:
+        """How urgent it is now; see `hurry`."""
+        return self._urgency
+
+    @property
     def under_way(self) -> bool:
         """Whether a piece has not arrived yet."""
         return self.arrived < len(self._pieces) and not self.failed

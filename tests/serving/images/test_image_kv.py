@@ -16,7 +16,7 @@ import pytest
 
 from prefixd.base.long_work.pacer import Pacer
 from prefixd.base.sampling import BeamSearch
-from prefixd.cache import check_integrity
+from prefixd.cache import Trie, check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.server.services.prefix_info import describe
@@ -147,6 +147,35 @@ async def test_what_is_evicted_of_an_image_is_computed_again_and_its_text_is_not
         assert hits(await ask(bench, vision, prompt))[GPU] > 0
         assert len(encoded) == 2
         assert len(kv.find(digest)) == kv.size(digest)
+
+
+async def test_a_load_of_an_image_that_hangs_is_given_up_and_the_image_embedded(
+    vision: Any, encoded: list[bytes], bench_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = vision.prompt(text(11, 20), picture(5), text(12, 30))
+    async with bench_of() as bench:
+        loader, mover, compute = bench.dispatcher.loader, bench.cache.mover, bench.cache.tiers.compute
+        kv = (await ask(bench, vision, prompt)).image_kv
+        assert kv is not None
+        (digest,) = kv.chains
+        bench.cache.placement.drop(kv.trie, kv.find(digest)[-1:], compute)
+        await ask(bench, vision, prompt)
+        assert len(encoded) == 2 and loader._cost.encode_s(1, 2) is not None, "beside what its tokens took"
+        await bench.clear_gpu_tier()
+        await ask(bench, vision, prompt)
+        await bench.clear_gpu_tier()
+        assert len(encoded) == 2
+        bring = mover.bring
+
+        async def hang(trie: Trie, *arguments: Any, **options: Any) -> int:
+            if trie is kv.trie:
+                await asyncio.Event().wait()
+            return int(await bring(trie, *arguments, **options))
+
+        monkeypatch.setattr(mover, "bring", hang)
+        loader._mode = "auto"
+        await ask(bench, vision, prompt)
+        assert (len(encoded), loader.counters.abandoned) == (3, 1)
 
 
 @BOTH

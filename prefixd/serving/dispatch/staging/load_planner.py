@@ -12,6 +12,7 @@ import numpy as np
 
 from prefixd.cache.index.trie import Rows
 from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.load_choice import LoadChoice, LoadCounters
 from prefixd.serving.loading.tail_load import TailPlan
 from prefixd.serving.request.request import Request
@@ -156,6 +157,12 @@ class LoadPlanner:
         lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
         far = int(trie.distances(rows[lacking != 0]).max(initial=0))
         return self._cost.load_s(int(trie.group_bytes[lacking].sum()), Distance(far))
+
+    def encode_s(self, images: ImageHolds) -> float | None:
+        """Estimated seconds to embed the images of a request that are on their way to the GPU tier."""
+        lacking = images.lacking
+        encode_s = self._cost.encode_s(len(lacking), sum(map(len, lacking)))
+        return None if encode_s is None else encode_s + self._backlog_s()
 
     def compute_s(self, request: Request) -> float | None:
         """Estimated seconds to compute a request's prefix from its first missing block on."""

@@ -3,22 +3,26 @@
 `PieceLoad` loads the front of a prefix before the request runs, `TailLoad` its back while the request runs.
 
 A load moves in pieces. If it falls so far behind that computing the rest is faster, it is given up; the beginning that
-has arrived is used.
+has arrived is used. A prompt's images are loaded before its prefix; the worker embeds those that are given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from weakref import WeakSet
 
 import numpy as np
 
-from prefixd.cache import NONE
+from prefixd.cache import NONE, Trie
+from prefixd.cache.index.trie import Rows
+from prefixd.cache.rules import GroupMask
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.staging.load_planner import LoadPlanner
+from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
@@ -29,6 +33,9 @@ from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
+
+Piece = tuple[Rows, GroupMask | None]
+"""Blocks, and the KV groups of each to bring; None: all."""
 
 _RETRY_S = 0.02
 _SETBACKS = 8
@@ -61,7 +68,6 @@ class Loader:
         self.counters = self.planner.counters
         self.claims = LoadClaims()
         self._cache = context.cache
-        self._mover = context.cache.mover
         self._staged = staged
         self._budget = context.budget
         self._cost = context.cost
@@ -93,39 +99,75 @@ class Loader:
             load.hurry()
 
     async def _bring(self, request: Request, urgency: Urgency, due_s: float | None) -> None:
-        changed = asyncio.Event()
-        load = self._load(request, urgency, changed.set)
-        load.due_s = due_s
-        self._loads[request.id] = load
         there, late = 0, False
         try:
             compute = self._cache.tiers.compute
             if (images := request.image_holds) is not None:
-                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency, due_s=due_s)
-            rows, wanted = request.rows, request.wanted
-            step = piece_blocks(self.planner.load_s(request), len(rows))
+                urgency = await self._bring_images(request, images, urgency, due_s)
+            trie, rows, wanted = request.trie, request.rows, request.wanted
+            step, pieces = piece_blocks(self.planner.load_s(request), len(rows)), list[Piece]()
             for start in range(0, len(rows), step):
                 part = slice(start, start + step)
-                if request.trie.lacking(rows[part], compute.level, None if wanted is None else wanted[part]).any():
-                    load.begin(rows[part], None if wanted is None else wanted[part])
-            while load.under_way and not late and request.state is not RequestState.WITHDRAWN:
-                left_s = None if self._mode == "always" else load.behind_in_s(self.planner.compute_s(request))
-                late = left_s is not None and left_s <= 0
-                if not late:
-                    changed.clear()
-                    await _wait(changed, left_s)
-            lacking = request.trie.lacking(rows, compute.level, wanted) != 0
+                own = None if wanted is None else wanted[part]
+                if trie.lacking(rows[part], compute.level, own).any():
+                    pieces.append((rows[part], own))
+            compute_s = partial(self.planner.compute_s, request)
+            late, _ = await self._bring_pieces(request, trie, pieces, urgency, due_s, compute_s)
+            lacking = trie.lacking(rows, compute.level, wanted) != 0
             there = int(lacking.argmax()) if lacking.any() else len(rows)
         except SwapError as error:
             log.error("the prefix of request %s could not be brought up: %s", request.name, error)
         finally:
-            load.drop(late=late)
-            del self._loads[request.id]
             self._arrived(request, there, late)
 
-    def _load(self, request: Request, urgency: Urgency, changed: Callable[[], None]) -> PieceLoad:
-        name = f"request {request.name}"
-        args = (self._cache, self._cost, self._meter, self.claims, self._clock, name, request.trie, urgency, changed)
+    async def _bring_images(
+        self, request: Request, images: ImageHolds, urgency: Urgency, due_s: float | None
+    ) -> Urgency:
+        """Loads a request's images; if that falls behind, the worker embeds those that have not come. Returns how
+        urgent the request is then."""
+        pieces: list[Piece] = [(rows, None) for rows in images.lacking]
+        encode_s = partial(self.planner.encode_s, images)
+        late, urgency = await self._bring_pieces(request, images.kv.trie, pieces, urgency, due_s, encode_s)
+        if late:
+            self.counters.abandoned += 1
+            log.info("the load of images for request %s fell behind: the worker embeds them", request.name)
+            images.release_missing()
+        return urgency
+
+    async def _bring_pieces(
+        self,
+        request: Request,
+        trie: Trie,
+        pieces: Sequence[Piece],
+        urgency: Urgency,
+        due_s: float | None,
+        compute_s: Callable[[], float | None],
+    ) -> tuple[bool, Urgency]:
+        """Loads pieces until all have come, one has failed, or the request is withdrawn; gives them up if computing the
+        rest, which takes `compute_s`, is faster. Returns whether it has, and how urgent the request is then."""
+        changed, late = asyncio.Event(), False
+        load = self._loads[request.id] = self._load(request, urgency, changed.set, trie)
+        load.due_s = due_s
+        try:
+            for rows, wanted in pieces:
+                load.begin(rows, wanted)
+            while load.under_way and not late and request.state is not RequestState.WITHDRAWN:
+                left_s = None if self._mode == "always" else load.behind_in_s(compute_s())
+                late = left_s is not None and left_s <= 0
+                if not late:
+                    changed.clear()
+                    await _wait(changed, left_s)
+        finally:
+            load.drop(late=late)
+            del self._loads[request.id]
+        return late, load.urgency
+
+    def _load(
+        self, request: Request, urgency: Urgency, changed: Callable[[], None], trie: Trie | None = None
+    ) -> PieceLoad:
+        """A load of blocks of `trie`, by default of the prompt's."""
+        name, trie = f"request {request.name}", request.trie if trie is None else trie
+        args = (self._cache, self._cost, self._meter, self.claims, self._clock, name, trie, urgency, changed)
         load = PieceLoad(*args, self._queued_bytes)
         self._under_way.add(load)
         return load

@@ -127,8 +127,6 @@ class Prefetcher:
     def hurry(self, request: Request) -> None:
         """The turn of a request has come while its prefix is on its way: makes the copies urgent."""
         self.loader.hurry(request)
-        if (images := request.image_holds) is not None:
-            self._mover.hurry(images.kv.trie, images.held, self._cache.tiers.compute)
 
     def unstage(self, request: Request) -> None:
         """Ends the hold of a request, which goes on waiting; its blocks stay where they are."""

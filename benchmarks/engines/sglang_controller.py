@@ -17,7 +17,6 @@ from benchmarks.engines.sglang_without_gpu import sglang
 
 LATENT, ROPE = 64, 16  # of an MLA pool, in elements
 MODULE = {"backend_name": "prefixd", "module_path": "prefixd.integrations.sglang", "class_name": "PrefixdHiCache"}
-PASS_PREFIX_KEYS = "hicache_storage_pass_prefix_keys"
 
 
 @dataclass(frozen=True, slots=True)

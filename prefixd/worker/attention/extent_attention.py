@@ -11,7 +11,7 @@ stand-in with the same arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -30,7 +30,6 @@ from prefixd.worker_protocol.errors import ModelError
 _TILE_ROWS = 64  # of a prompt's tile: its queries times the query heads of a KV head
 _FEWEST_ROWS = 16  # of a matrix product in Triton
 _MOST_GROUP = 128
-_KeysOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class ExtentAttention:

@@ -97,11 +97,6 @@ class DecodeGraphs:
         """The batch sizes that have a graph."""
         return sorted({size for size, _ in self._passes.captured})
 
-    @property
-    def captured_count(self) -> int:
-        """Graphs that there are."""
-        return len(self._passes.captured)
-
     def fits(self, positions: Sequence[int]) -> bool:
         """Whether there is a graph for a token at each of these positions, or can be."""
         return len(positions) < len(self._size_of) and self._passes.has_room(self._key(positions))

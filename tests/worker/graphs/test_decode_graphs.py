@@ -67,7 +67,7 @@ def test_graphs_captured_at_load_serve_all_later_passes(rig_with, prompt):
     said: list[object] = []
     readiness = Readiness(said.append)
     capture([graphs], rig.model, rig.kv, 60.0, readiness, itertools.count().__next__)
-    assert graphs.captured_sizes == [1, 2, 4, 8, 16, 24] and graphs.captured_count == len(captured) == 6
+    assert graphs.captured_sizes == [1, 2, 4, 8, 16, 24] and len(graphs._passes.captured) == len(captured) == 6
     assert [note.text.partition(" in")[0] for note in said] == [
         "captured 5 of 6 CUDA graphs",
         "captured 6 of 6 CUDA graphs",
@@ -155,7 +155,7 @@ def test_without_memory_for_a_graph_those_that_there_are_stay(rig_with, prompt):
     notes: list[str] = []
 
     def capture_one(compute):
-        if graphs.captured_count:
+        if len(graphs._passes.captured):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 MiB.\nMore")
         return compute
 

@@ -26,7 +26,7 @@ class BlockChain:
     """The full blocks of one prompt and their keys, which are hashed on demand.
 
     Most prompts that miss, miss early, so a miss does not pay for hashing the rest of the prompt. Hashing takes 0.2 ms
-    for 1,000 blocks of 16 tokens; hash a long prompt in slices (`hash_until`, `walk_batches`).
+    for 1,000 blocks of 16 tokens; `walk_batches` hashes a long prompt in slices.
 
     Args:
         token_ids: little-endian uint32, 4 bytes a token.
@@ -101,15 +101,6 @@ class BlockChain:
     def key_rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """[stop - start, 16]: keys of blocks; hashes up to them if necessary."""
         return np.frombuffer(self._key_bytes(start, stop), np.uint8).reshape(-1, KEY_BYTES)
-
-    def hash_until(self, blocks: int, at_most: int = HASHED_AT_ONCE) -> bool:
-        """Hashes up to `at_most` of the first `blocks` blocks; returns whether all of them are hashed now.
-
-        `while not chain.hash_until(len(chain)): await give_way()` hashes a chain of any length.
-        """
-        blocks = min(blocks, len(self))
-        self._hash(min(blocks, self.hashed + at_most))
-        return self.hashed >= blocks
 
     def walk_batches(self, find_all: Callable[[bytes], Rows], limit: int, first: int = 0) -> Iterator[Rows]:
         """The rows of the blocks from `first` to `limit`, up to the first without a row, in batches.

@@ -87,21 +87,6 @@ def test_a_walk_ends_at_the_limit_or_the_first_unknown_key(seed: bytes, blocks: 
     assert walk(chain, find_all, limit).tolist() == expected, "half-hashed chains walk the same way"
 
 
-def test_a_long_chain_is_hashed_in_slices() -> None:
-    ids = np.arange(10_000, dtype="<u4").tobytes()
-    chain, whole = BlockChain(ids, 1, 3), BlockChain(ids, 1, 3)
-    whole.key(9999)
-    hashed = []
-    while not chain.hash_until(9000):
-        hashed.append(chain.hashed)
-    assert hashed == [2048, 4096, 6144, 8192]
-    assert chain.hashed == 9000
-    assert chain.hash_until(20_000, at_most=1000), "there are not so many blocks"
-    assert chain.hashed == 10_000
-    assert np.array_equal(chain.key_rows(0, 10_000), whole.key_rows(0, 10_000))
-    assert not BlockChain(ids, 1, 3).hash_until(100, at_most=99)
-
-
 @given(tokens, st.integers(1, 4), st.data())
 def test_rows_of_keys_and_tokens_are_those_of_the_blocks(ids: bytes, width: int, data: st.DataObject) -> None:
     chain, reference = BlockChain(ids, width, 9), BlockChain(ids, width, 9)

@@ -23,10 +23,12 @@ answer differs, or when prefixd is not ahead of LMCache in every figure by more 
 rounds: requests a second and the median and 95% of the waits for the first token, before the restart and after it.
 With --short times are shown but not judged: there are too few of them.
 
-With --gpu (`make gpu-engines`) the engines run on the GPU that torch sees: a model of 1.2 billion parameters in
+With --gpu (`make gpu-engines`) the engines run on the GPU that torch sees: a model of 1.5 billion parameters in
 bfloat16, prompts of up to 12,000 tokens, vLLM with its CUDA graphs; the caches are those whose packages are there,
 LMCache's among them if it is. A GPU's kernels sum in another order where a prompt is computed in other parts, so
-another answer is counted and not a failure; times are shown and not judged.
+another answer is counted and not a failure; times are shown and not judged. There is one round, since starting engines
+takes most of the time, and after a restart they start side by side. A cache that fails is left out, with the reason,
+and the others are measured: a GPU is rarely at hand.
 """
 
 from __future__ import annotations
@@ -51,7 +53,18 @@ from benchmarks.engines.vllm_engine import EngineProcess
 from benchmarks.engines.vllm_figures import Run, Stage
 from benchmarks.engines.vllm_options import engine_options, fill_in
 from benchmarks.peers_parts import cache_figures as figures
-from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, has_gpu, names_here
+from benchmarks.peers_parts.caches import (
+    LABELS,
+    LMCACHE,
+    PREFIXD,
+    Caches,
+    Config,
+    Room,
+    has_gpu,
+    names_here,
+    why_no_prefixd,
+)
+from benchmarks.peers_parts.left_out import Failing
 from benchmarks.workloads.growing_chats import ChatPlan, Chats
 
 _FULL = {
@@ -70,7 +83,7 @@ _FULL = {
 }
 _SHORT = {**_FULL, "rounds": 1, "conversations": 4, "turns": 2, "restarts": 1, "layers": 4, "cpu_mib": 24}
 _ON_GPU = {
-    "rounds": 2,
+    "rounds": 1,
     "conversations": 16,
     "turns": 3,
     "restarts": 1,
@@ -80,7 +93,7 @@ _ON_GPU = {
     "output_tokens": 32,
     "outstanding": 4,
     "layers": 16,
-    "cpu_mib": 8192,
+    "cpu_mib": 4096,
     "lmcache_chunk": 256,
 }
 _GPU_WIDTHS = {
@@ -91,6 +104,7 @@ _GPU_WIDTHS = {
     "vocab_size": 128256,
     "max_position_embeddings": 32768,
     "initializer_range": 0.02,
+    "dtype": "bfloat16",
 }
 """Of a Llama 3.2 with 1B, its weights drawn anew: as wide ones as the small model has come to infinity in 16 layers."""
 _HELP = {
@@ -115,7 +129,19 @@ TITLES = {
 """Of the plot's panels, by figure."""
 _SPREAD = 0.5
 _SETTLE_S = 0.5  # in which a cache writes what it still has to, before another is measured
-_GPU_SHARE = 0.2  # the engines of all caches are there at once
+_MEMORY_SHARE = (
+    0.2  # of the device, which is the host for engines on a CPU: the engines of all caches are there at once
+)
+_GPU_ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": False,
+    "max_num_batched_tokens": 8192,
+    "env": {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled when it is first used; all requests are greedy
+        "VLLM_HOST_IP": "127.0.0.1",  # the machine may have no network
+    },
+}
+"""The size of the KV cache is given, so vLLM does not measure what is free, which the other engines change."""
 _VERSIONS = ("lmcache",)
 
 
@@ -127,9 +153,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     names = options.only or names_here()
     widths = _GPU_WIDTHS if options.gpu else {}
     steps = options.rounds * len(names) * (1 + plan.turns + 2 * options.restarts)
+    left_out: dict[str, str] = {}
     with harness.progress("peers", steps) as step, ExitStack() as stack:
         model = stack.enter_context(saved_llama(options, **widths))
-        rounds = [_play_round(number, names, caches, model, plan, options, step) for number in range(options.rounds)]
+        played = []
+        for number in range(options.rounds):
+            names = [name for name in names if name not in left_out]
+            played.append(_play_round(number, names, caches, model, plan, options, step, left_out))
+    names = [name for name in names if name not in left_out]
+    rounds = [{name: each[name] for name in names} for each in played]
     compared = [LMCACHE] if {PREFIXD, LMCACHE} <= set(names) else []
     other_tokens = figures.other_tokens(rounds)
     broken = [] if options.gpu else list(other_tokens)
@@ -138,6 +170,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "load_before": load_before,  # what else the machine had to do
         "peers_versions": {name: metadata.version(name) for name in _VERSIONS if find_spec(name) is not None},
+        "left_out": left_out,
         "caches": figures.summary(rounds),
         "leads": {other: [lead.to_plain() for lead in figures.leads(rounds, PREFIXD, other)] for other in compared},
         "rounds_in_turn": [[run.to_plain() for run in each.values()] for each in rounds],
@@ -155,37 +188,57 @@ def _play_round(
     plan: ChatPlan,
     options: argparse.Namespace,
     step: Callable[[], None],
+    left_out: dict[str, str],
 ) -> dict[str, Run]:
-    """All turns with every cache, the engines restarted before each of the last."""
+    """All turns with every cache, the engines restarted before each of the last; without those that fail."""
     chats = {name: Chats(plan) for name in names}
     stages: dict[str, list[Stage]] = {name: [] for name in names}
     engines: dict[str, EngineProcess] = {}
     with ExitStack() as stack, ThreadPoolExecutor(options.outstanding) as askers:
+        failing = Failing(engines, left_out, tolerant=options.gpu)
         for name in names:
-            config = stack.enter_context(caches.open(name))
-            engines[name] = stack.enter_context(_engine(model, plan, config, options))
+            with failing(name):
+                opened = caches.open(name)
+                config = opened.__enter__()
+                stack.callback(failing.close, name, opened)
+                engines[name] = stack.enter_context(_engine(model, plan, config, options))
             step()
         for turn in range(plan.turns + options.restarts):
             restarts = max(0, turn + 1 - plan.turns)
             if restarts:
-                for engine in engines.values():
-                    engine.stop()
-                    engine.start()
-                    step()
+                _restart(engines, failing, side_by_side=options.gpu, step=step)
             first = (number + turn) % len(names)
             for name in [*names[first:], *names[:first]]:
-                title = figures.after_restart(restarts) if restarts else f"turn {turn + 1}"
-                stages[name].append(play_turn(title, engines[name], chats[name], askers))
-                engines[name].wait_until_idle()
-                time.sleep(_SETTLE_S)
+                if name in engines:
+                    title = figures.after_restart(restarts) if restarts else f"turn {turn + 1}"
+                    with failing(name):
+                        stages[name].append(play_turn(title, engines[name], chats[name], askers))
+                        engines[name].wait_until_idle()
+                    time.sleep(_SETTLE_S)
                 step()
-    return {name: Run(name, tuple(stages[name]), ()) for name in names}
+    return {name: Run(name, tuple(stages[name]), ()) for name in engines}
+
+
+def _restart(
+    engines: dict[str, EngineProcess], failing: Failing, *, side_by_side: bool, step: Callable[[], None]
+) -> None:
+    """Ends the engines and starts them again: one after the other, or all of them and then all."""
+    for names in ([*engines],) if side_by_side else [[name] for name in engines]:
+        for name in names:
+            with failing(name):
+                engines[name].stop()
+                engines[name].launch()
+        for name in names:
+            if name in engines:
+                with failing(name):
+                    engines[name].wait_until_ready()
+                step()
 
 
 def _engine(model: Path, plan: ChatPlan, config: Config, options: argparse.Namespace) -> EngineProcess:
     longest = plan.prompt_tokens(plan.turns + options.restarts) + plan.output_tokens
-    on_gpu = {"dtype": "bfloat16", "enforce_eager": False, "kv_cache_memory_bytes": None} if options.gpu else {}
-    return engine_of(model, options, longest, config, gpu_memory_utilization=_GPU_SHARE, **on_gpu)
+    on_gpu = _GPU_ENGINE if options.gpu else {}
+    return engine_of(model, options, longest, config, gpu_memory_utilization=_MEMORY_SHARE, **on_gpu)
 
 
 def draw(panels: Sequence[Any], caches: dict[str, Any]) -> None:
@@ -212,6 +265,8 @@ def main(options: harness.Options) -> harness.Outcome:
         raise harness.BenchmarkError(f"{sys.executable} lacks {' and '.join(missing)}; run `{command}`")
     if options.gpu and not has_gpu():
         raise harness.BenchmarkError(f"torch of {sys.executable} sees no CUDA GPU; run without --gpu")
+    if (why_not := why_no_prefixd()) is not None:
+        raise harness.BenchmarkError(f"{sys.executable}: {why_not}")
     fill_in(options, _ON_GPU if options.gpu else _FULL, _SHORT)
     measured = measure(options)
     caches = measured["caches"]

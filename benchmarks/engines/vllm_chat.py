@@ -45,18 +45,16 @@ def engine_of(
 ) -> EngineProcess:
     """An engine whose own KV cache holds --held requests of `longest` tokens, with these further arguments."""
     blocks = -(-longest // BLOCK)
-    return EngineProcess(
-        model,
-        kv_transfer=kv_transfer,
-        threads=options.threads,
-        block_size=BLOCK,
-        max_model_len=blocks * BLOCK,
-        max_num_seqs=max(4, options.outstanding),
-        max_num_batched_tokens=1024,
+    by_options: dict[str, Any] = {
+        "threads": options.threads,
+        "block_size": BLOCK,
+        "max_model_len": blocks * BLOCK,
+        "max_num_seqs": max(4, options.outstanding),
+        "max_num_batched_tokens": 1024,
         # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
-        num_gpu_blocks_override=1 + blocks * max(options.held, options.outstanding),
-        **arguments,
-    )
+        "num_gpu_blocks_override": 1 + blocks * max(options.held, options.outstanding),
+    }
+    return EngineProcess(model, kv_transfer=kv_transfer, **{**by_options, **arguments})
 
 
 def play_turn(name: str, engine: EngineProcess, chats: Chats, askers: Executor) -> Stage:

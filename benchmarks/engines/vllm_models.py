@@ -63,11 +63,11 @@ def save_gemma3(directory: Path, seed: int = 0) -> Path:
 def save(
     kind: Any, config: Any, directory: Path, seed: int, change: Callable[[Any], None] = lambda model: None
 ) -> Path:
-    """Writes a model with random weights, which `change` may alter before. Returns `directory`."""
+    """Writes a model with random weights of `config.dtype`, which `change` may alter before. Returns `directory`."""
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = kind(config).to(torch.float32)
+        model = kind(config).to(getattr(torch, str(config.dtype).removeprefix("torch.")))
     finally:
         torch.random.set_rng_state(state)
     change(model)

@@ -11,11 +11,13 @@ from typing import Any
 
 from benchmarks.engines.vllm_engine import connector
 from benchmarks.peers_parts.lmcache_server import LMCacheServer
+from prefixd.base.extras import MissingExtraError, require
 from prefixd.cli.demo.daemon_process import DaemonProcess
 
 Config = Mapping[str, Any] | None
 """vLLM's `kv_transfer_config`; None for vLLM alone."""
 
+_CLIENT = ("google", "grpc", "numpy", "typer", "xxhash")
 ALONE, PREFIXD, LMCACHE, OFFLOADING = "vllm", "prefixd", "lmcache", "offloading"
 
 LABELS = {
@@ -60,7 +62,8 @@ class Caches:
 
     @contextmanager
     def _prefixd(self) -> Iterator[Config]:
-        settings = {"cpu.bytes": self._room.memory_bytes, "disk.bytes": "4GiB", "cpu.populate": True}
+        disk_bytes = max(4 << 30, 4 * self._room.memory_bytes)
+        settings = {"cpu.bytes": self._room.memory_bytes, "disk.bytes": disk_bytes, "cpu.populate": True}
         with DaemonProcess(settings) as daemon:
             yield connector(daemon.address, **self._connector_options)
 
@@ -89,6 +92,17 @@ def names_here() -> list[str]:
     """The caches that run here: LMCache where it is installed, vLLM's own offloading where torch sees a GPU."""
     further = ((LMCACHE, find_spec("lmcache") is not None), (OFFLOADING, has_gpu()))
     return [ALONE, PREFIXD, *(name for name, runs in further if runs)]
+
+
+def why_no_prefixd() -> str | None:
+    """Why neither a daemon nor the connector runs in this Python; None if their packages are there."""
+    try:
+        for extra in ("daemon", "vllm"):
+            require(extra, "a daemon beside vLLM")
+    except MissingExtraError as error:
+        return str(error)
+    missing = [module for module in _CLIENT if find_spec(module) is None]
+    return f"prefixd's client lacks {' and '.join(missing)}; pip install prefixd" if missing else None
 
 
 def has_gpu() -> bool:

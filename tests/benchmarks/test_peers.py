@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common import harness
+from benchmarks.engines.vllm_engine import EngineFailed
 from benchmarks.engines.vllm_figures import PromptTokens, Reply, Run, Stage
 from benchmarks.peers import draw
 from benchmarks.peers_parts import guard_dispatcher
 from benchmarks.peers_parts.cache_figures import after_restart, figures, leads, not_ahead, other_tokens, summary
+from benchmarks.peers_parts.left_out import Failing
 
 
 def stage(name: str, waits_s: list[float], elapsed_s: float, tokens: tuple[int, ...] = (1, 2)) -> Stage:
@@ -71,6 +75,45 @@ def test_the_summary_is_drawn(tmp_path: Path) -> None:
     harness.plot(tmp_path / "plot.png", lambda panels: draw(panels, caches), columns=3)
     if "matplotlib" in sys.modules:
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_cache_that_fails_is_left_out_and_the_others_stay() -> None:
+    engines = {"vllm": Engine(), "prefixd": Engine(), "lmcache": Engine()}
+    lmcache, left_out = engines["lmcache"], {}
+    failing = Failing(engines, left_out, tolerant=True)
+    with failing("prefixd"):
+        pass
+    with failing("lmcache"):
+        raise EngineFailed("it ended;\nit said: no GPU")
+    assert [*engines] == ["vllm", "prefixd"] and lmcache.killed and not engines["prefixd"].killed
+    assert left_out == {"lmcache": "it ended; it said: no GPU"}
+    with pytest.raises(EngineFailed), failing("vllm"):
+        raise EngineFailed("nothing to compare with")
+    with pytest.raises(EngineFailed), Failing(engines, left_out, tolerant=False)("prefixd"):
+        raise EngineFailed("a failure")
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+def test_a_cache_that_does_not_end_in_order_loses_no_figures(tolerant: bool) -> None:
+    @contextmanager
+    def cache() -> Iterator[None]:
+        yield
+        raise EngineFailed("its server did not end")
+
+    left_out: dict[str, str] = {}
+    opened = cache()
+    opened.__enter__()
+    with nullcontext() if tolerant else pytest.raises(EngineFailed):
+        Failing({}, left_out, tolerant=tolerant).close("lmcache", opened)
+    assert not left_out
 
 
 def test_vllm_is_guarded_once_and_another_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

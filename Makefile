@@ -254,11 +254,13 @@ proto: $(INSTALLED)
 
 # Takes the first Python whose torch sees a GPU, with whatever else it has, so that it runs on a GPU machine with no
 # network. What that Python lacks of the tests' packages comes as unpacked wheels on PYTHONPATH. Under nine minutes:
-# all parts are ended when their time is up, and the benchmark has then written the parts that it has measured. It also
-# runs when a test has failed, since a GPU is rarely at hand.
+# the benchmark gets the time that the tests leave, leaves out its last parts for which there is none, and writes each
+# part before the next begins. It also runs when a test has failed, since a GPU is rarely at hand. A tree with changes,
+# or a copy without its repository, is refused before the tests; GPU_OPTIONS=--with-changes measures it.
 GPU_PYTHON ?= $(BIN)/python python3 python3.13 python3.12 python3.11
+GPU_SECONDS ?= 540
 GPU_TEST_SECONDS ?= 130
-GPU_BENCHMARK_SECONDS ?= 280
+GPU_OPTIONS ?=
 GPU_TESTS := tests/worker tests/swap tests/cache tests/integrations
 # Those start processes and compile kernels, and run side by side where pytest-xdist is there; the others count what the
 # GPU has left, and run alone.
@@ -271,12 +273,17 @@ gpu-check: export PYTHONPATH := .:swap:scheduler:$(PYTHONPATH)
 gpu-check:
 	@for python in $(GPU_PYTHON); do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-			status=0; \
-			pytest="timeout $(GPU_TEST_SECONDS) $$python -m pytest -o addopts=--import-mode=importlib -m gpu -rs"; \
+			status=0; end=$$(( $$(date +%s) + $(GPU_SECONDS) )); \
+			$$python -m benchmarks.gpu --dry-run --plot-dir $(GPU_RESULTS) $(GPU_OPTIONS) || exit $$?; \
+			pytest="timeout -s INT -k 15 $(GPU_TEST_SECONDS) $$python -m pytest -o addopts=--import-mode=importlib"; \
+			pytest="$$pytest -m gpu -rs --durations=20"; \
 			$$python -c 'import xdist' 2>/dev/null && together="-n 4 --dist loadfile" || together=; \
 			$$pytest $$together $(GPU_TESTS_TOGETHER) || status=$$?; \
 			$$pytest $(GPU_TESTS) $(addprefix --ignore=,$(GPU_TESTS_TOGETHER)) || status=$$?; \
-			timeout $(GPU_BENCHMARK_SECONDS) $$python -m benchmarks.gpu --plot-dir $(GPU_RESULTS) || status=$$?; \
+			left=$$(( $$end - $$(date +%s) )); \
+			test $$left -gt 20 || { echo "gpu-check: no time is left for the benchmark"; exit 1; }; \
+			timeout $$left $$python -m benchmarks.gpu --seconds $$(( $$left - 20 )) --plot-dir $(GPU_RESULTS) $(GPU_OPTIONS) \
+				|| status=$$?; \
 			exit $$status; \
 		fi; \
 	done; \

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 from benchmarks.common.plots import lines
 from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, SMALL, Heads, Tensors, virtual_tensors
@@ -12,7 +15,8 @@ from benchmarks.gpu_parts.rig.part import Budget, Part
 from benchmarks.gpu_parts.rig.prediction import Prediction
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import Segment
-from prefixd.worker.memory.paged_kv import PagedKv
+from prefixd.worker.memory.paged_kv import PagedKv, PagedStep
+from prefixd.worker.to_device import to_device
 from prefixd_swap.group_shape import KvGeometry, Layout
 from prefixd_swap.vmem import FrameId, VirtualMemory
 from prefixd_swap.vtensor import VirtualTensor
@@ -30,7 +34,8 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
 
     map: `extend` of a fresh row.  remap: of a row on which another prefix is mapped.  reuse: `create` and `match` on
     the row that still maps it.  copy: `copy_tokens` into frames of the request's own, which are mapped already.  table:
-    all frames are mapped once side by side, and the prefix is a block table on the device.
+    all frames are mapped once side by side, and the prefix is a block table on the device.  extents: as table, but runs
+    of adjacent frames, of which there is one here; in the layout "token".
 
     sizes: the same in the layout "token" for one length and chunks of other sizes, with as long blocks as these need.
     """
@@ -118,23 +123,33 @@ def _point(
         copy = device.wall_us(lambda: manager.copy_tokens(made[-1], target, 0, tokens), rounds)
         if not (made[-1].kv[tokens - 1] == target.kv[tokens - 1]).all():
             raise RuntimeError("the copy of the prefix is another one")
-        table = _table_us(device, tensors, geometry, prefix, rounds)
-        return {"map_us": mapping, "remap_us": remapping, "reuse_us": reuse, "copy_us": copy, "table_us": table}
+        tables = _tables_us(device, tensors, geometry, prefix, rounds)
+        return {"map_us": mapping, "remap_us": remapping, "reuse_us": reuse, "copy_us": copy, **tables}
 
 
-def _table_us(device: Device, tensors: Tensors, geometry: KvGeometry, prefix: Sequence[FrameId], rounds: int) -> float:
-    """Open a block table with the prefix, and put it onto the device as a pass does."""
+def _tables_us(
+    device: Device, tensors: Tensors, geometry: KvGeometry, prefix: Sequence[FrameId], rounds: int
+) -> dict[str, float]:
+    """Open a block table with the prefix, and put it onto the device as a pass does, or its extents."""
     window = FrameWindow(tensors.manager.memory, tensors.table, geometry.block_bytes, len(tensors.frames))
     try:
-        paged = PagedKv(window, geometry, max_tokens=len(prefix) * geometry.block_tokens)
+        tokens = len(prefix) * geometry.block_tokens
+        paged = PagedKv(window, geometry, max_tokens=tokens)
 
-        def attach() -> None:
+        def attach(put: Callable[[PagedStep], object]) -> None:
             sequence = paged.open(prefix)
-            tokens = len(prefix) * geometry.block_tokens
-            paged.step([Segment(sequence, tokens - 1, tokens)]).varlen_arguments()
+            put(paged.step([Segment(sequence, tokens - 1, tokens)]))
             paged.close(sequence, lambda: None)
 
-        return device.wall_us(attach, rounds)
+        def put_extents(step: PagedStep) -> None:
+            found = step.extents()
+            assert found is not None, "adjacent blocks are one run of tokens in this layout"
+            to_device(np.concatenate(found[0]), torch.int32, device.torch_device)
+
+        times = {"table_us": device.wall_us(lambda: attach(PagedStep.varlen_arguments), rounds)}
+        if geometry.layout == "token":
+            times["extents_us"] = device.wall_us(lambda: attach(put_extents), rounds)
+        return times
     finally:
         device.synchronize()
         window.end()
@@ -159,7 +174,15 @@ def _in_chunks(chunk_bytes: int, way: str) -> Callable[[Mapping[str, Any]], floa
 
 PREDICTIONS = (
     Prediction("16,384 tokens mapped in chunks of 32 MiB", "2.2 ms at most", _in_chunks(32 << 20, "map"), at_most=4.0),
+    Prediction(
+        "16,384 tokens mapped in chunks of 32 MiB where others were",
+        "3.5 ms at most",
+        _in_chunks(32 << 20, "remap"),
+        at_most=6.0,
+    ),
+    Prediction("16,384 tokens mapped in chunks of 2 MiB", "28 to 35 ms", _in_chunks(CHUNK_BYTES, "map"), at_most=42.0),
     Prediction("16,384 tokens as a block table", "0.5 ms at most", _in_chunks(CHUNK_BYTES, "table"), at_most=1.0),
+    Prediction("16,384 tokens as extents", "0.5 ms at most", _in_chunks(CHUNK_BYTES, "extents"), at_most=1.0),
 )
 
-PART = Part("attach", 30, measure, _draw, PREDICTIONS)
+PART = Part("attach", 15, measure, _draw, PREDICTIONS)

@@ -43,6 +43,7 @@ from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import VirtualMemory
 
 BATCHES, TOKENS, NEW_TOKENS = (1, 8, 64), (1024, 8192, 32768), 128
+_FEW_BATCHES, _FEW_TOKENS = (8,), (1024, 8192)
 _SMALL_BATCHES, _SMALL_TOKENS, _SMALL_NEW_TOKENS = (1, 2), (128,), 8
 _MOST_BYTES = 48 << 30
 _SMALL_BYTES = 64 << 20
@@ -72,13 +73,14 @@ def measure_flex(device: Device, budget: Budget) -> Mapping[str, Any]:
     """Microseconds a layer of FlexAttention, beside the kernel in Triton; apart, because compiling it takes long."""
     if not device.measures:
         raise Unavailable("FlexAttention without its compiled kernel reads memory that is not mapped")
-    return _measure(device, budget, dict.fromkeys(itertools.product(("gqa",), LAYOUTS), ("flex", "triton")), [GQA])
+    return _measure(device, budget, {("gqa", "token"): ("flex", "triton")}, [GQA], _FEW_BATCHES, _FEW_TOKENS)
 
 
 def measure_padded(device: Device, budget: Budget) -> Mapping[str, Any]:
     """Microseconds a layer of one model, with padded tokens (`worker.block_padding`) and without."""
     shapes = (QWEN, QWEN_PADDED) if device.measures else SMALL_PADDED
-    return _measure(device, budget, {(shape.name, "token"): ("contiguous",) for shape in shapes}, shapes)
+    ways = {(shape.name, "token"): ("contiguous",) for shape in shapes}
+    return _measure(device, budget, ways, shapes, _FEW_BATCHES, _FEW_TOKENS)
 
 
 def write_costs(device: Device, answer: Mapping[str, Any]) -> Mapping[str, str]:
@@ -93,15 +95,20 @@ def _shapes(device: Device) -> list[Heads]:
 
 
 def _measure(
-    device: Device, budget: Budget, by_layout: Mapping[tuple[str, str], Sequence[str]], shapes: Sequence[Heads]
+    device: Device,
+    budget: Budget,
+    by_layout: Mapping[tuple[str, str], Sequence[str]],
+    shapes: Sequence[Heads],
+    batches: Sequence[int] = BATCHES,
+    lengths: Sequence[int] = TOKENS,
 ) -> Mapping[str, Any]:
     """For every shape, layout, batch and length: each way's time, in decoding and in a prompt behind a prefix.
 
     A way that has been measured in a point has been compared with the definition of attention on a small batch before.
     """
-    batches, lengths, new = (
-        (BATCHES, TOKENS, NEW_TOKENS) if device.measures else (_SMALL_BATCHES, _SMALL_TOKENS, _SMALL_NEW_TOKENS)
-    )
+    new = NEW_TOKENS
+    if not device.measures:
+        batches, lengths, new = _SMALL_BATCHES, _SMALL_TOKENS, _SMALL_NEW_TOKENS
     points: list[dict[str, Any]] = []
     errors: dict[str, float] = {}
     with device.memory() as memory:
@@ -319,7 +326,7 @@ def _padding_ratio(batch: int, tokens: int) -> Callable[[Mapping[str, Any]], flo
 
 PART = Part(
     "attention",
-    70,
+    60,
     measure_kernels,
     predictions=(
         Prediction(
@@ -357,7 +364,7 @@ PART = Part(
 )
 FLEX_PART = Part(
     "flex_attention",
-    50,
+    20,
     measure_flex,
     predictions=(
         Prediction(
@@ -370,7 +377,7 @@ FLEX_PART = Part(
 )
 PADDED_PART = Part(
     "padded_tokens",
-    12,
+    10,
     measure_padded,
     predictions=(
         Prediction(

@@ -1,103 +1,187 @@
-"""Tokens a second of a whole daemon with the settings that it has by itself: gRPC, queue, cache and worker."""
+"""A whole daemon, from gRPC to the GPU: first tokens by tier, text analysis, and tokens a second without settings."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.rig.device import Device
-from benchmarks.gpu_parts.rig.model import random_model, random_tokens, shape, write
-from benchmarks.gpu_parts.rig.part import Budget, Part
+from benchmarks.gpu_parts.rig.asked_daemon import Asked, Clocked, asked_daemon
+from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
+from benchmarks.gpu_parts.rig.model import random_tokens, saved_model
+from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, Sampling, Tokens
-from prefixd.v1 import admin_pb2
+from prefixd.workloads.text_analysis import TextAnalysis
 
-_REQUESTS = (1, 64)
-_SMALL_REQUESTS = (1, 2)
+_LENGTH, _SMALL_LENGTH, _NEW_TOKENS = 8192, 128, 64
+_PROMPTS, _GPU_PROMPTS, _CPU_PROMPTS = 12, 3, 3  # of the tiers' sizes; the rest is on disk alone
+_TEXT_ANALYSIS = TextAnalysis(prefixes=24, requests=384, prefix_tokens=2048, outstanding=64)
+_SMALL_TEXT_ANALYSIS = TextAnalysis(prefixes=4, requests=8, prefix_tokens=64, outstanding=4)
+_FEWER = 4  # so many times fewer requests without a cache
+_RATE_REQUESTS, _RATE_CONTEXT, _RATE_OUTPUT = (1, 64), 1024, 128
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
-    """By requests at a time: tokens a second while all of them decode, and what the clients waited for a first token.
+    """With a 1B-sized model: milliseconds to a first token by tier, and text analysis with a cache and without.
 
-    The weights are written to a temporary directory first. Prompts have 1,024 tokens of their own. Every point is run
-    twice: in its first run graphs are captured, and in its second the prompts are cached.
+    tiers: every prompt has 8,192 tokens and 64 more, and is sent alone: new (none), again at once (gpu), and when all
+    have been sent once more, the last ones first, so that the tiers below have the others. A sample counts for the tier
+    that had most of its tokens, by the daemon's own answer; median and most. other_first_tokens: of how many it was
+    another than from the GPU tier. On a GPU passes with and without a graph sum in other orders, so it may be.
+
+    text_analysis: 24 prefixes, more than the GPU tier holds; requests with a random one each, 64 at a time; and the
+    same where none finds or leaves anything in the cache.
+
+    scheduler.load is "always": a small model computes 8,192 tokens sooner than many disks read them.
     """
-    requests, context, output = (_REQUESTS, 1024, 128) if device.measures else (_SMALL_REQUESTS, 64, 12)
-    model = random_model(device)
-    described = shape(model)
-    with tempfile.TemporaryDirectory(prefix="prefixd-model-") as folder:
-        begin = time.monotonic()
-        write(model, Path(folder))
-        written_s = time.monotonic() - begin
-        del model
-        random_model.cache_clear()
+    length = _LENGTH if device.measures else _SMALL_LENGTH
+    workload = _TEXT_ANALYSIS if device.measures else _SMALL_TEXT_ANALYSIS
+    with saved_model(device, "1b") as (folder, described):
+        prompt_bytes = (length + 2 * _NEW_TOKENS) * described["token_bytes"]
         settings = {
-            "worker.model": folder,
-            "gpu.device": str(device.torch_device),
-            **({} if device.measures else {"gpu.bytes": 64 << 20, "cpu.bytes": 64 << 20}),
+            "gpu.bytes": _GPU_PROMPTS * prompt_bytes
+            + 2 * CHUNK_BYTES * (workload.outstanding if device.measures else 1),
+            "cpu.bytes": _CPU_PROMPTS * prompt_bytes + prompt_bytes // 2,
+            "worker.cuda_graphs_seconds": 6,
+            "scheduler.load": "always",
         }
-        with DaemonProcess(settings, start_timeout_s=180.0) as daemon:
-            answer = asyncio.run(_ask(daemon.address, requests, context, output, budget))
-            daemon.kill()  # what it has cached is not wanted any more
+
+        async def run() -> dict[str, Any]:
+            async with asked_daemon(device, folder, settings) as daemon:
+                answer: dict[str, Any] = {"loaded_s": daemon.loaded_s}
+                if budget.allows("first tokens by tier"):
+                    with budget.attempt("first tokens by tier"):
+                        answer |= await _by_tier(daemon, length, budget)
+                if budget.allows("text analysis"):
+                    with budget.attempt("text analysis"):
+                        answer["text_analysis"] = await _text_analysis(daemon, workload)
+                return answer
+
+        return {"model": described, "prompt_tokens": length + _NEW_TOKENS, "settings": settings, **asyncio.run(run())}
+
+
+async def _by_tier(daemon: Asked, length: int, budget: Budget) -> dict[str, Any]:
+    prompts = [random_tokens(number, length + _NEW_TOKENS) for number in range(_PROMPTS)]
+    samples: dict[str, list[float]] = {"none": [], "gpu": [], "cpu": [], "disk": []}
+    first_tokens: list[int] = []
+    other = 0
+    for prompt in prompts:
+        samples["none"].append((await daemon.ask(prompt, 1)).wait_ms)
+        again = await daemon.ask(prompt, 1)
+        samples[_tier_of(again)].append(again.wait_ms)
+        first_tokens.append(again.tokens[0])
+    await daemon.client.flush(timeout_s=60.0)
+    for prompt, token in zip(reversed(prompts), reversed(first_tokens), strict=True):
+        if not budget.allows("a prompt from the tiers below"):
+            break
+        found = await daemon.ask(prompt, 1)
+        other += found.tokens[0] != token
+        samples[_tier_of(found)].append(found.wait_ms)
+    points = [
+        {
+            "tier": tier,
+            "samples": len(waits),
+            "first_token_ms": round(statistics.median(waits), 2),
+            "most_ms": round(max(waits), 2),
+        }
+        for tier, waits in samples.items()
+        if waits
+    ]
+    return {"points": points, "other_first_tokens": other}
+
+
+def _tier_of(answer: Clocked) -> str:
+    """The tier that had most of the prompt's tokens; "none" if none had any."""
+    tier, tokens = max(answer.hit_tokens.items(), key=lambda each: each[1])
+    return tier.label if tokens else "none"
+
+
+async def _text_analysis(daemon: Asked, workload: TextAnalysis) -> dict[str, float]:
+    output, outstanding = workload.output_tokens, workload.outstanding
+    prompts = workload.prompts()
+    await daemon.ask_all(workload.warm_up_prompts(), output, outstanding)
+
+    async def rate(some: Sequence[Sequence[int]], cached: bool) -> float:
+        begin = time.monotonic()
+        await daemon.ask_all(some, output, outstanding, cached=cached)
+        return round(len(some) / (time.monotonic() - begin), 1)
+
+    without = await rate(prompts[: len(prompts) // _FEWER], cached=False)
+    return {"cached_requests_per_s": await rate(prompts, cached=True), "requests_per_s": without}
+
+
+def measure_8b(device: Device, budget: Budget) -> Mapping[str, Any]:
+    """With an 8B-sized model and no setting but that: tokens a second, by requests at a time, while all decode.
+
+    Prompts have 1,024 tokens of their own. Every point is run twice: in its first run graphs are captured, and in its
+    second the prompts are cached. first_token_ms: median and longest.
+    """
+    if not device.measures:
+        raise Unavailable("it differs from the part daemon in its model, which is one for a GPU, and in what it asks")
+    with saved_model(device) as (folder, described):
+        answer = asyncio.run(_rates(device, folder, budget))
+    return {"model": described, "context_tokens": _RATE_CONTEXT, "output_tokens": _RATE_OUTPUT, **answer}
+
+
+async def _rates(device: Device, folder: Path, budget: Budget) -> dict[str, Any]:
+    points: list[dict[str, Any]] = []
+    async with asked_daemon(device, folder, {}) as daemon:
+        for count in _RATE_REQUESTS:
+            if not budget.allows(f"{count} requests"):
+                continue
+            prompts = [random_tokens(1000 * count + number, _RATE_CONTEXT) for number in range(count)]
+            for run in ("first", "again"):
+                clocked = await daemon.ask_all(prompts, _RATE_OUTPUT, count)
+                points.append({"requests": count, "run": run, **rate_of(clocked)})
+        worker = (await daemon.client.stats()).worker
+    graphs = worker.cuda_graphs_reason or worker.cuda_graphs
+    return {"loaded_s": daemon.loaded_s, "graphs": graphs, "points": points}
+
+
+def rate_of(clocked: Sequence[Clocked]) -> dict[str, Any]:
+    """Tokens a second while all requests decode, and the waits for a first token: the median and the longest."""
+    started, ended = max(each.times_s[0] for each in clocked), min(each.times_s[-1] for each in clocked)
+    sampled = sum(started < at <= ended for each in clocked for at in each.times_s)
+    waits = sorted(each.wait_ms for each in clocked)
     return {
-        "model": described,
-        "context_tokens": context,
-        "output_tokens": output,
-        "written_s": round(written_s, 1),
-        **answer,
+        "tokens_per_s": round(sampled / (ended - started), 1) if sampled else 0.0,
+        "first_token_ms": [round(statistics.median(waits), 1), round(waits[-1], 1)],
     }
 
 
-async def _ask(address: str, requests: tuple[int, ...], context: int, output: int, budget: Budget) -> dict[str, Any]:
-    points: list[dict[str, Any]] = []
-    async with AsyncClient(address) as client:
-        begin = time.monotonic()
-        await _ready(client)
-        loaded_s = time.monotonic() - begin
-        for count in requests:
-            if not budget.allows(f"{count} requests"):
-                continue
-            for run in ("first", "again"):
-                prompts = [random_tokens(1000 * count + number, context) for number in range(count)]
-                clocked = await asyncio.gather(*(_tokens(client, prompt, output) for prompt in prompts))
-                started, ended = max(times[0] for times, _ in clocked), min(times[-1] for times, _ in clocked)
-                sampled = sum(started < at <= ended for times, _ in clocked for at in times)
-                waits = sorted(times[0] - sent for times, sent in clocked)
-                points.append(
-                    {
-                        "requests": count,
-                        "run": run,
-                        "tokens_per_s": round(sampled / (ended - started), 1) if sampled else 0.0,
-                        "first_token_ms": [round(1e3 * wait, 1) for wait in (waits[len(waits) // 2], waits[-1])],
-                    }
-                )
-        worker = (await client.stats()).worker
-    return {"loaded_s": round(loaded_s, 1), "graphs": worker.cuda_graphs_reason or worker.cuda_graphs, "points": points}
+def _more_with_a_cache(answer: Mapping[str, Any]) -> float | None:
+    """Requests a second of text analysis, with a cache over without."""
+    rates = answer.get("text_analysis") or {}
+    return round(rates["cached_requests_per_s"] / rates["requests_per_s"], 2) if rates else None
 
 
-async def _ready(client: AsyncClient) -> None:
-    while (worker := (await client.stats()).worker).state != admin_pb2.WorkerStats.STATE_READY:
-        if worker.state == admin_pb2.WorkerStats.STATE_FAILED:
-            raise RuntimeError(f"the worker failed: {worker.error}")
-        await asyncio.sleep(0.1)
-
-
-async def _tokens(client: AsyncClient, prompt: list[int], output: int) -> tuple[list[float], float]:
-    """When each token came, and when the request was sent."""
-    sent = time.monotonic()
-    times: list[float] = []
-    async for event in client.generate(prompt, sampling=Sampling(max_tokens=output, ignore_eos=True, temperature=0.0)):
-        if isinstance(event, Tokens):
-            times += [time.monotonic()] * len(event.token_ids)
-    return times, sent
+def _first(tier: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return point_figure("first_token_ms", tier=tier)
 
 
 PREDICTIONS = (
+    Prediction("1B over gRPC, first token behind 8,192 tokens on the GPU", "4 to 8 ms", _first("gpu"), at_most=12.0),
+    Prediction(
+        "1B over gRPC, first token behind 8,192 tokens in CPU memory", "12 to 20 ms", _first("cpu"), at_most=30.0
+    ),
+    Prediction(
+        "1B over gRPC, first token behind 8,192 tokens on a disk of 1.7 GB/s",
+        "150 to 250 ms",
+        _first("disk"),
+        at_most=400,
+    ),
+    Prediction("1B over gRPC, first token of 8,256 tokens, none cached", "50 to 120 ms", _first("none"), at_most=250.0),
+    Prediction(
+        "1B over gRPC, requests a second of text analysis with a cache over without",
+        "4 to 8 times",
+        _more_with_a_cache,
+        at_least=2.5,
+    ),
+)
+PREDICTIONS_8B = (
     Prediction(
         "a daemon with no setting but its model, 64 requests of 1,024 tokens",
         "4,000 tokens/s or more",
@@ -106,4 +190,5 @@ PREDICTIONS = (
     ),
 )
 
-PART = Part("daemon", 90, measure, predictions=PREDICTIONS)
+PART = Part("daemon", 50, measure, predictions=PREDICTIONS)
+PART_8B = Part("daemon_8b", 60, measure_8b, predictions=PREDICTIONS_8B)

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from benchmarks.common.plots import lines
 from benchmarks.gpu_parts.rig.device import Device
-from benchmarks.gpu_parts.rig.model import EngineRig, Graphs, engine_rig, random_model, random_tokens, shape
+from benchmarks.gpu_parts.rig.engine_rig import EngineRig, Graphs, engine_rig
+from benchmarks.gpu_parts.rig.lower_tiers import LowerTiers
+from benchmarks.gpu_parts.rig.model import random_model, random_tokens, shape
 from benchmarks.gpu_parts.rig.part import Budget, Part
 from benchmarks.gpu_parts.rig.prediction import Prediction
+from prefixd.worker.attention.choice.pass_plan import Plan, plain, split_long
 from prefixd.worker.attention.flash_attention import FlashAttention
-from prefixd_swap.arena import CpuArena
-from prefixd_swap.copies.copy_engine import CopyEngine, create_copy_engine
-from prefixd_swap.copies.pinning import HostPin
-from prefixd_swap.slab.index.block_record import NAMESPACE_BYTES, DiskPart, NewBlock
-from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.vmem import FrameId
 
 _TOKENS = (2048, 8192, 32768)
 _SMALL_TOKENS = (256,)
+_STEPS, _STEPS_BEHIND = (512, 2048, 8192), 8192
+_SMALL_STEPS = (64, 256)
 _NEW_TOKENS = 64
 _STEP_TOKENS = 8192
-_READERS = 6
-_PIECE_BLOCKS = 8  # that are read from disk at once, and copied on while the next are read
-_SOURCES = ("gpu", "gpu_eager", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
+_SOURCES = ("gpu", "gpu_eager", "gpu_one_call", "gpu_split", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
+_PLANS: Mapping[str, Plan] = {"gpu_one_call": plain, "gpu_split": split_long}
+_OTHER_KERNELS = ("recomputed", "gpu_eager", *_PLANS)
+"""The others run the same kernels on the same bytes."""
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
@@ -42,24 +37,33 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     together as the daemon does but without its index, queue and gRPC; a whole daemon would first have to write 16 GB of
     weights. Every prompt ends with 64 new tokens. On the GPU the prefix is mapped still, or nowhere (gpu_unmapped), or
     every row maps other frames (gpu_dirty). The cached ways must give the same token; they run the same kernels on the
-    same bytes. Projections are merged (compiling takes time that the part has not), and the prompt's pass is a CUDA
-    graph up to 16,384 tokens, but in gpu_eager.
+    same bytes. The prompt's pass is a CUDA graph up to 16,384 tokens, but in gpu_eager; and in gpu_one_call and
+    gpu_split, where flash attention has one call, or the prefix in 8 pieces, whatever the worker would choose.
+    "operators" are those of the part before, or merged: compiling takes time that this part has not.
+
+    steps: a prompt of 8,192 tokens, computed in steps of so many tokens.
     """
-    tokens = _TOKENS if device.measures else _SMALL_TOKENS
+    tokens, steps = (_TOKENS, _STEPS) if device.measures else (_SMALL_TOKENS, _SMALL_STEPS)
     model = random_model(device)
-    model.rewrite("merged")
+    if model.operators.operators == "model":
+        model.rewrite("merged")
     graphs: Graphs = "graphs" if isinstance(model.attention, FlashAttention) else "none"
     geometry = model.spec.geometry
     per_prompt = -(-(max(tokens) + _NEW_TOKENS + 1) // geometry.block_tokens)
     with ExitStack() as stack:
         rig = stack.enter_context(engine_rig(device, 2 * per_prompt, 4, _STEP_TOKENS, graphs))
-        tiers = stack.enter_context(_Tiers(device, rig, per_prompt * geometry.block_bytes))
+        tiers = stack.enter_context(LowerTiers(device, rig, per_prompt * geometry.block_bytes))
         _prompt(rig, tiers, min(tokens) // 2, budget)
         points = []
         for length in tokens:
             if budget.allows(name := f"{length} tokens"):
                 with budget.attempt(name):
                     points.append(_prompt(rig, tiers, length, budget))
+        by_step = []
+        for count in steps:
+            if budget.allows(name := f"steps of {count} tokens"):
+                with budget.attempt(name):
+                    by_step.append(_steps(rig, count, _STEPS_BEHIND if device.measures else tokens[0]))
         return {
             "model": shape(model),
             "step_tokens": _STEP_TOKENS,
@@ -68,10 +72,27 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
             "arena_bytes": tiers.arena.capacity_bytes,
             "pinned_bytes": tiers.pinned_bytes,
             "points": points,
+            "steps": by_step,
         }
 
 
-def _prompt(rig: EngineRig, tiers: _Tiers, length: int, budget: Budget) -> dict[str, Any]:
+def _steps(rig: EngineRig, step_tokens: int, length: int) -> dict[str, Any]:
+    tokens = random_tokens(length + 1, length)
+    frames = rig.frames(-(-(length + 1) // rig.geometry.block_tokens))
+    times = []
+    try:
+        with rig.step_tokens(step_tokens):
+            for _ in range(2):  # the first one chooses kernels
+                begin = time.perf_counter()
+                rig.first_token(tokens, frames, 0)
+                times.append(time.perf_counter() - begin)
+                rig.settle()
+    finally:
+        rig.pool.free(frames)
+    return {"step_tokens": step_tokens, "tokens": length, "recomputed_ms": round(1e3 * times[-1], 2)}
+
+
+def _prompt(rig: EngineRig, tiers: LowerTiers, length: int, budget: Budget) -> dict[str, Any]:
     geometry = rig.geometry
     blocks = length // geometry.block_tokens
     tokens = random_tokens(length, blocks * geometry.block_tokens + _NEW_TOKENS)
@@ -87,7 +108,7 @@ def _prompt(rig: EngineRig, tiers: _Tiers, length: int, budget: Budget) -> dict[
 
 def _sources(
     rig: EngineRig,
-    tiers: _Tiers,
+    tiers: LowerTiers,
     tokens: Sequence[int],
     blocks: int,
     computed: Sequence[FrameId],
@@ -105,9 +126,15 @@ def _sources(
         point[f"{source}_ms"] = round((time.perf_counter() - begin) * 1e3, 2)
         rig.settle()
 
+    if (why_no_plan := rig.why_no_plan()) is not None:
+        budget.skipped.append(f"{len(tokens)} tokens by a plan: {why_no_plan}")
     run("recomputed", computed)
     with rig.without_graphs():
         run("gpu_eager", computed)
+        for source, plan in _PLANS.items() if why_no_plan is None else ():
+            with rig.planned(plan):
+                run(source, computed)  # compiles
+                run(source, computed)
     run("gpu", computed)  # captures
     run("gpu", computed)
     rig.kv.manager.unused.reclaim()
@@ -123,120 +150,11 @@ def _sources(
         run("disk", loaded, lambda: tiers.read(loaded[:blocks]))
     else:
         budget.skipped.append(f"{len(tokens)} tokens from disk: writing them took too long")
-    cached = {source: token for source, token in sampled.items() if source not in ("recomputed", "gpu_eager")}
+    cached = {source: token for source, token in sampled.items() if source not in _OTHER_KERNELS}
     if len(set(cached.values())) != 1:
         raise RuntimeError(f"the first token depends on where the prefix of {len(tokens)} tokens was: {cached}")
-    for source in ("recomputed", "gpu_eager"):
-        point[f"{source}_the_same"] = sampled[source] == sampled["gpu"]
+    point |= {f"{source}_the_same": sampled[source] == sampled["gpu"] for source in _OTHER_KERNELS if source in sampled}
     return point
-
-
-class _Tiers:
-    """The arena, pinned as the daemon pins it, and a slab store; block i of the prompt lies in slot i of either."""
-
-    def __init__(self, device: Device, rig: EngineRig, nbytes: int) -> None:
-        self._rig = rig
-        self._block_bytes = rig.geometry.block_bytes
-        self._stack = ExitStack()
-        self._parts: list[DiskPart] = []
-        self._written = 0
-        self._troubles: list[str] = []
-        with ExitStack() as undo:
-            self.arena = CpuArena(nbytes, populate=True)
-            undo.callback(self.arena.close)
-            self.arena.wait_populated()
-            self._pin: HostPin | None = None
-            if device.kind != "cpu":
-                base = self.arena.span(0, nbytes).address
-                self._pin = HostPin(base, self.arena.capacity_bytes, device.ordinal, self._troubles.append)
-                undo.callback(self._pin.close)
-                _wait(lambda: self.pinned_bytes == self.arena.capacity_bytes or bool(self._troubles))
-            self.copies: CopyEngine = create_copy_engine(device.memory_name)
-            undo.callback(self.copies.close)
-            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-disk-"))
-            self.store = SlabStore.open(Path(folder), 2 * nbytes + (64 << 20))
-            undo.callback(self.store.close)
-            self._readers = undo.enter_context(ThreadPoolExecutor(_READERS))
-            self._stack = undo.pop_all()
-
-    def __enter__(self) -> _Tiers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._pin.pinned_bytes if self._pin else 0
-
-    def save(self, frames: Sequence[FrameId]) -> None:
-        asyncio.run(self.copies.copy([(self._slot(index), self._rig.pool.span(f)) for index, f in enumerate(frames)]))
-
-    def load(self, frames: Sequence[FrameId]) -> None:
-        asyncio.run(self._load(range(len(frames)), frames))
-
-    def write(self, blocks: int, budget: Budget) -> bool:
-        """Arena to disk, durably; False, and not all written, when the time is up."""
-        self._written += 1
-        self._parts = []
-        for first in range(0, blocks, 4 * _PIECE_BLOCKS):
-            if budget.over:
-                return False
-            numbers = range(first, min(first + 4 * _PIECE_BLOCKS, blocks))
-            for record in self.store.write([self._new_block(number) for number in numbers]):
-                if record is None or not isinstance(record.parts[0], DiskPart):
-                    return False
-                self._parts.append(record.parts[0])
-        return True
-
-    def forget(self) -> None:
-        """Zero the arena, so that what it holds next has come from disk."""
-        self.arena.array(0, self.arena.capacity_bytes)[:] = 0
-
-    def read(self, frames: Sequence[FrameId]) -> None:
-        """Disk to GPU by way of the arena, in pieces: copied on while the next are read. Raises StorageError."""
-        asyncio.run(self._read(frames))
-
-    async def _read(self, frames: Sequence[FrameId]) -> None:
-        loop = asyncio.get_running_loop()
-
-        async def piece(numbers: range) -> None:
-            await loop.run_in_executor(self._readers, self._read_piece, numbers)
-            await self._load(numbers, [frames[number] for number in numbers])
-
-        starts = range(0, len(frames), _PIECE_BLOCKS)
-        await asyncio.gather(*(piece(range(start, min(start + _PIECE_BLOCKS, len(frames)))) for start in starts))
-
-    def _read_piece(self, numbers: range) -> None:
-        """In a thread."""
-        parts = [self._parts[number] for number in numbers]
-        errors = self.store.read_all(
-            np.array([part.slot for part in parts]),
-            [part.checksum for part in parts],
-            [self._slot(number).address for number in numbers],
-            self._block_bytes,
-        )
-        for error in errors:
-            if error is not None:
-                raise error
-
-    async def _load(self, numbers: range, frames: Sequence[FrameId]) -> None:
-        pairs = [(self._rig.pool.span(f), self._slot(n)) for n, f in zip(numbers, frames, strict=True)]
-        await self.copies.copy(pairs)
-
-    def _slot(self, block: int) -> Any:
-        return self.arena.span(block * self._block_bytes, self._block_bytes)
-
-    def _new_block(self, number: int) -> NewBlock:
-        key = (self._written << 32 | number + 1).to_bytes(16, "big")
-        parent = (self._written << 32 | number).to_bytes(16, "big") if number else b""
-        tokens = bytes(4 * self._rig.geometry.block_tokens)
-        return NewBlock(bytes(NAMESPACE_BYTES), key, parent, tokens, number, [self._slot(number)])
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def _draw(axes: Any, result: Mapping[str, Any]) -> None:
@@ -259,15 +177,34 @@ def _at(tokens: int, key: str, less: str | None = None) -> Callable[[Mapping[str
     return find
 
 
+def _by_step(small: int, large: int) -> Callable[[Mapping[str, Any]], float | None]:
+    """The time in small steps over that in large ones."""
+
+    def find(answer: Mapping[str, Any]) -> float | None:
+        times = {point["step_tokens"]: point["recomputed_ms"] for point in answer.get("steps", ())}
+        return times[small] / times[large] if {small, large} <= times.keys() else None
+
+    return find
+
+
 PREDICTIONS = (
     Prediction("first token behind 8,192 tokens on the GPU", "9 to 11 ms", _at(8192, "gpu_ms"), at_most=14.0),
     Prediction("first token behind 32,768 tokens on the GPU", "22 to 28 ms", _at(32768, "gpu_ms"), at_most=35.0),
+    Prediction(
+        "the same with a split prefix, without a graph", "22 to 28 ms", _at(32768, "gpu_split_ms"), at_most=35.0
+    ),
     Prediction(
         "32,768 tokens that are not mapped against mapped ones",
         "5 ms more at most",
         _at(32768, "gpu_unmapped_ms", "gpu_ms"),
         at_most=10.0,
     ),
+    Prediction(
+        "8,192 tokens computed in steps of 512 against one step",
+        "1.2 to 1.8 times as long",
+        _by_step(512, 8192),
+        at_least=1.05,
+    ),
 )
 
-PART = Part("first_token", 60, measure, _draw, PREDICTIONS)
+PART = Part("first_token", 45, measure, _draw, PREDICTIONS)

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, SMALL, Heads
 from benchmarks.gpu_parts.rig.part import Budget, Part
+from benchmarks.gpu_parts.rig.prediction import Prediction
 from prefixd_swap.group_shape import Layout
 from prefixd_swap.vmem import FrameId, FrameTable
 from prefixd_swap.vtensor import VirtualTensorManager
@@ -79,4 +80,15 @@ def _point(device: Device, heads: Heads, layout: Layout, batch: int, longest: in
     }
 
 
-PART = Part("memory_held", 15, measure)
+def _counted(answer: Mapping[str, Any]) -> float | None:
+    """The worst of the batches: bytes by the driver's count over those that requests hold."""
+    ratios: list[float] = [max(p["driver_bytes"], 1) / p["held_bytes"] for p in answer.get("points", ())]
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1), default=None)
+    return None if worst is None else round(worst, 4)
+
+
+PREDICTIONS = (
+    Prediction("the driver's count of what requests hold", "1.00 times ours", _counted, at_least=0.99, at_most=1.01),
+)
+
+PART = Part("memory_held", 8, measure, predictions=PREDICTIONS)

@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
+from benchmarks.gpu_parts.rig.prediction import Prediction
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, CudaCopyEngine, register_host, unregister_host
 from prefixd_swap.vmem import VirtualRange
@@ -115,4 +116,17 @@ class _Bench:
         return round(nbytes / self._device.wall_us(copy, self._rounds) / 1e3, 3)
 
 
-PART = Part("swap", 25, measure)
+def _ratio(way: str) -> Callable[[Mapping[str, Any]], float | None]:
+    def find(answer: Mapping[str, Any]) -> float | None:
+        figure: float | None = answer.get(f"{way}_engine_scattered_ratio")
+        return figure
+
+    return find
+
+
+PREDICTIONS = tuple(
+    Prediction(f"512 chunks in one call of the engine over one copy, {way}", "0.88 times", _ratio(way), at_least=0.82)
+    for way in _WAYS
+)
+
+PART = Part("swap", 12, measure, predictions=PREDICTIONS)

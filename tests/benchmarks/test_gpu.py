@@ -22,7 +22,8 @@ from prefixd.worker.attention.choice.cost_table import read_costs
 
 ROOT = Path(__file__).parents[2]
 WAYS = ("map", "remap", "reuse", "copy", "table")  # to attach a prefix
-SOURCES = ("gpu", "gpu_eager", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
+SOURCES = ("gpu", "gpu_eager", "gpu_one_call", "gpu_split", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
+FOR_GPUS_ALONE = {"flex_attention", "daemon_8b", "decode_16k"}
 SIZES = (4, 16, 32, 64)  # MiB of a piece of the daemon's copies
 DRIVER = ROOT / "tests" / "swap" / "stand_in" / "libcuda.c"
 
@@ -71,11 +72,16 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     assert result["figures"].startswith("stand-in, no figures")
     parts = result["parts"]
     assert list(parts) == [part.name for part in gpu.PARTS]
-    assert {name for name, part in parts.items() if part["status"] != "measured"} == {"flex_attention"}
+    assert {name for name, part in parts.items() if part["status"] != "measured"} == FOR_GPUS_ALONE
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {"result_attach.png", "result_first_token.png"}
 
     assert [point["chunks"] for point in parts["virtual_memory"]["points"]] == [1, 8]
+    assert [point["chunks"] for point in parts["virtual_memory"]["sizes"]] == [8, 4]
+    assert [(point["threads"], point["chunk_us"] > 0) for point in parts["virtual_memory"]["threads"]] == [
+        (threads, True) for threads in (1, 2, 4)
+    ]
     assert all(point[f"{name}_us"] > 0 for point in parts["attach"]["points"] for name in WAYS)
+    assert [point["chunk_bytes"] >> 20 for point in parts["attach"]["sizes"] if point["extents_us"] > 0] == [2, 4]
     assert {point["layout"] for point in parts["attach"]["points"]} == {"token", "layer"}
     assert all(point[f"{way}_gbps"] > 0 for point in parts["machine"]["points"] for way in ("d2d", "h2d", "d2h"))
     alone, beside = parts["mapping_beside"]["points"]
@@ -84,7 +90,7 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     assert swap["h2d_engine_one_ratio"] == pytest.approx(swap["h2d_engine_one_gbps"] / swap["h2d_peak_gbps"], abs=1e-3)
     assert {"d2h_engine_run_ratio", "h2d_engine_scattered_ratio"} <= set(swap)
     pages = parts["pages"]
-    assert len(pages["points"]) == 2 * (2 * 4 + 3) and [each["way"] for each in pages["beside"]] == ["h2d", "d2h"]
+    assert len(pages["points"]) == 2 * (2 * 4 + 3) and len(pages["beside"]) == 2 * 2
     copies = parts["daemon_copies"]
     assert {(p["way"], p["piece_mib"]) for p in copies["points"]} == {(w, m) for w in ("h2d", "d2h") for m in SIZES}
     assert all(point["gbps"] > 0 and point["loop_ms_per_gib"] > 0 for point in copies["points"])
@@ -100,12 +106,17 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     assert max(attention["relative_errors"].values()) < 0.02
     (first,) = parts["first_token"]["points"]
     assert all(first[f"{source}_ms"] > 0 for source in SOURCES)
+    assert [point["step_tokens"] for point in parts["first_token"]["steps"]] == [64, 256]
     assert parts["first_token"]["pinned_bytes"] == parts["first_token"]["arena_bytes"]
     decode = parts["decode"]
     assert [(point["mode"], point["batch"]) for point in decode["points"]] == [
         (mode.name, batch) for mode in MODES for batch in (1, 2)
     ]
     assert (decode["graphs"], decode["operators"]) == ("captured", "merged")
+    daemon = parts["daemon"]
+    assert [point["tier"] for point in daemon["points"]] == ["none", "gpu", "cpu", "disk"]
+    assert sum(point["samples"] for point in daemon["points"]) == 3 * 12 and daemon["other_first_tokens"] == 0
+    assert min(daemon["text_analysis"].values()) > 0
     for point in parts["memory_held"]["points"]:
         assert point["driver_bytes"] == point["held_bytes"] <= point["private_bytes"] <= point["preallocated_bytes"]
     assert "no part failed" in done.stdout
@@ -147,6 +158,15 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> N
     assert (results["half"]["points"], results["half"]["errors"]) == ([1], {"second point": "ValueError: too large"})
     assert results["lacking"]["reason"] == "no Triton"
     assert sorted(plot.name for plot in tmp_path.glob("*.png")) == ["result_good.png", "result_half.png"]
+
+
+def test_parts_without_time_are_left_out(tmp_path: Path) -> None:
+    parts = [part("late", lambda device, budget: {}), part("later", lambda device, budget: {})]
+    results = gpu.run(Device("cpu"), parts, tmp_path / "result.json", None, seconds=0.0)["parts"]
+    assert [(each["status"], "--seconds" in each["reason"]) for each in results.values()] == [("unavailable", True)] * 2
+    assert (
+        gpu.measure(Device("cpu"), part("short", lambda device, budget: {"over": budget.over}), 60.0)["over"] is False
+    )
 
 
 def test_a_part_leaves_out_what_its_time_does_not_suffice_for() -> None:

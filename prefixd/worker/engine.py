@@ -67,6 +67,7 @@ class Engine:
         self._draft = draft
         self._kv = kv
         self._block_tokens = model.spec.block_tokens
+        self._keeps_states = model.spec.state_slots > 0
         self._clock = clock
         self._runs = Runs(model, kv, embeddings)
         self._planner = StepPlanner(model, kv, self._runs, max_step_tokens, draft)
@@ -137,7 +138,7 @@ class Engine:
         `meanwhile` is called while the device computes; it may call `start`, `extend`, `arrived` and `cancel`, so that
         the memory of the next pass is mapped beside this one.
         """
-        if any(isinstance(run, Run) and run.must_be_read for run in self._runs):
+        if self._keeps_states and any(isinstance(run, Run) and run.must_be_read for run in self._runs):
             # Before another pass: `meanwhile` sends the ends of the requests that this report ends.
             return [*self._passes.report(self._passes.sampled()), *self.poll()]
         started = self._clock()
@@ -195,29 +196,33 @@ class Engine:
         queued.choose(count=self._draft is None)
         self._passes.append(queued)
         for part in parts:
-            if isinstance(part.member, Run):
-                part.member.advance(part.count)
-                part.member.draft_behind = 0
-                if isinstance(part.run, Run):
-                    part.member.unread += part.followed
+            run, member = part.run, part.member
+            if isinstance(member, Run):
+                member.advance(part.count)
+                member.draft_behind = 0
+                if run is member:  # not a beam search's prompt
+                    member.unread += part.followed
                 pass_by(part, self._kv)
                 if part.kept is not None:
                     part.kept.end()
-                    queued.kept[part.run.id] = part.kept.blocks
-            queued.filled[part.run.id] = part.run.filled_blocks
-            if part.member.images is not None:
-                queued.images[part.run.id] = part.member.images.take_filled()
+                    queued.kept[run.id] = part.kept.blocks
+            queued.filled[run.id] = run.filled_blocks
+            if member.images is not None:
+                queued.images[run.id] = member.images.take_filled()
 
     def _forward(self, parts: list[StepPart]) -> torch.Tensor:
         """Compute the parts; returns the logits of those that a token follows."""
         tokens, rows = list[int](), list[int]()
         for part in parts:
             tokens += part.tokens
-            rows += range(len(tokens) - part.wanted, len(tokens))
+            if part.wanted == 1:
+                rows.append(len(tokens) - 1)
+            else:
+                rows += range(len(tokens) - part.wanted, len(tokens))
         unread = self._passes.unread_tokens(parts)
-        if (graphs := self._graphs) is not None and not any(_embeds(part.member) for part in parts):
-            places = [cast(VirtualTensor, part.member.memory).row for part in parts]
-            spans = [Span(row, part.start, part.rows) for row, part in zip(places, parts, strict=True)]
+        embeds = self._model.images is not None and any(_embeds(part.member) for part in parts)
+        if (graphs := self._graphs) is not None and not embeds:
+            spans = [Span(cast(VirtualTensor, part.member.memory).row, part.start, part.rows) for part in parts]
             if (logits := graphs.run(tokens, spans, rows, unread)) is not None:
                 return logits
         segments = [part.member.segment(part.rows) for part in parts]

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,42 +41,54 @@ class QueuedPass:
     filled: dict[int, int] = field(default_factory=dict)
     kept: dict[int, list[int]] = field(default_factory=dict)
     images: dict[int, list[int]] = field(default_factory=dict)
+    followed: list[tuple[StepPart, int]] = field(init=False)
+    """The parts that a token follows, and the first of their rows of the logits."""
+
+    def __post_init__(self) -> None:
+        self.followed = []
+        first = 0
+        for part in self.parts:
+            if part.followed:
+                self.followed.append((part, first))
+                first += part.wanted
 
     def choose(self, *, count: bool) -> None:
         """Queue the choice of the tokens that follow sampled runs; `count` as in `queue_choices`."""
         rows: list[int] = []
         choices: list[Choice] = []
-        for part, own in self.followed():
+        for part, first in self.followed:
             if isinstance(part.run, Run):
-                rows += own
+                rows.append(first)
                 choices.append(part.run.choice())
-                choices += [part.run.choice(part.proposed[:number]) for number in range(1, part.wanted)]
+                for number in range(1, part.wanted):
+                    rows.append(first + number)
+                    choices.append(part.run.choice(part.proposed[:number]))
         if choices:
             self.choices = queue_choices(self.logits, rows, choices, count=count)
 
-    def followed(self) -> list[tuple[StepPart, range]]:
-        """The parts that a token follows, and their rows of the logits."""
-        found = []
-        first = 0
-        for part in self.parts:
-            if part.followed:
-                found.append((part, range(first, first + part.wanted)))
-                first += part.wanted
-        return found
+    def searched(self) -> dict[int, list[int]]:
+        """By request, the rows of the logits of beam searches."""
+        rows: dict[int, list[int]] = {}
+        for part, first in self.followed:
+            if isinstance(part.run, BeamRun):
+                rows.setdefault(part.run.id, []).extend(range(first, first + part.wanted))
+        return rows
 
     @property
     def sampled(self) -> bool:
         """Whether tokens follow it, which are not read yet."""
-        return any(part.followed for part in self.parts)
+        return bool(self.followed)
 
-    def read(self) -> list[tuple[Run, StepPart, list[Chosen | None]]]:
+    def read(self) -> Iterator[tuple[Run, StepPart, Sequence[Chosen | None]]]:
         """The choices behind each sampled run's part and its proposals; waits until the device has made them."""
-        chosen = iter(() if self.choices is None else self.choices.read())
-        return [
-            (part.run, part, list(itertools.islice(chosen, part.wanted)))
-            for part in self.parts
-            if part.followed and isinstance(part.run, Run)
-        ]
+        if self.choices is None:
+            return
+        chosen = self.choices.read()
+        first = 0
+        for part, _ in self.followed:
+            if isinstance(part.run, Run):
+                yield part.run, part, chosen[first : first + part.wanted]
+                first += part.wanted
 
     def live(self) -> list[StepPart]:
         """The parts that count: those of sampled runs that had not ended before."""
@@ -88,13 +100,19 @@ class QueuedPass:
 
     def tokens_for(self, parts: Sequence[StepPart]) -> UnreadTokens | None:
         """The unread tokens of the pass behind this one, which sampled them; its parts compute a token each there."""
-        rows = [row for row, part in _first_rows(parts) if part.unread]
+        sampled = [part.run.id for part, _ in self.followed if isinstance(part.run, Run)]
+        place = {request: number for number, request in enumerate(sampled)}
+        rows, sources = list[int](), list[int]()
+        row = 0
+        for part in parts:
+            if part.unread:
+                rows.append(row)
+                sources.append(place[part.run.id])
+            row += part.rows
         if not rows:
             return None
         assert self.choices is not None, "an unread token was sampled in this pass"
-        sampled = (part.run.id for part in self.parts if part.followed and isinstance(part.run, Run))
-        place = {request: row for row, request in enumerate(sampled)}
-        return UnreadTokens(self.choices.ids, rows, [place[part.run.id] for part in parts if part.unread])
+        return UnreadTokens(self.choices.ids, rows, sources)
 
 
 class _Result(NamedTuple):
@@ -205,8 +223,12 @@ class PassQueue:
                 self._runs.close(self._runs[message.id], message)
         if not parts:
             return None
-        tokens, context = sum(part.rows for part in parts), sum(part.rows * part.start for part in parts)
-        return _Result(updates, tokens, sum(len(part.proposed) for part in parts), accepted, context)
+        tokens = proposed = context = 0
+        for part in parts:
+            tokens += part.rows
+            proposed += len(part.proposed)
+            context += part.rows * part.start
+        return _Result(updates, tokens, proposed, accepted, context)
 
     def _accept(self, run: Run, proposed: Sequence[int], chosen: Sequence[Chosen | None]) -> list[Chosen]:
         """Append the model's choices to a run, up to and including the first that differs from the proposed token.
@@ -232,11 +254,7 @@ class PassQueue:
     def _search(self, queued: QueuedPass) -> list[Done]:
         """Advance the beam searches of a pass; returns their ends."""
         done: list[Done] = []
-        searched: dict[int, list[int]] = {}
-        for part, own in queued.followed():
-            if isinstance(part.run, BeamRun):
-                searched.setdefault(part.run.id, []).extend(own)
-        for request, rows in searched.items():
+        for request, rows in queued.searched().items():
             search = self._runs[request]
             assert isinstance(search, BeamRun)
             try:
@@ -256,21 +274,14 @@ def pass_by(part: StepPart, kv: KvMemory) -> None:
         kv.pass_by(part.run.memory, part.run.kept_tokens)
 
 
-def _first_rows(parts: Sequence[StepPart]) -> list[tuple[int, StepPart]]:
-    """Each part with the row of its first token in the batch."""
-    ends = itertools.accumulate(part.rows for part in parts)
-    return [(end - part.rows, part) for part, end in zip(parts, ends, strict=True)]
-
-
 def _updates(runs: dict[int, Run | BeamRun], news: dict[int, list[Chosen]], queued: QueuedPass) -> list[Update]:
     """One for every run with new tokens, a newly filled block, or a new image."""
     updates = []
-    for run in runs.values():
-        filled, images = queued.filled[run.id], queued.images.get(run.id, [])
-        if run.id in news or filled > run.reported_blocks or images:
+    for request, run in runs.items():
+        filled, images, new = queued.filled[request], queued.images.get(request, []), news.get(request, ())
+        if new or filled > run.reported_blocks or images:
             run.reported_blocks = filled
-            new = news.get(run.id, [])
             logprobs = [choice.logprobs for choice in new if choice.logprobs]
-            kept = queued.kept.get(run.id, [])
-            updates.append(Update(run.id, [choice.token for choice in new], filled, logprobs, kept, images))
+            kept = queued.kept.get(request, [])
+            updates.append(Update(request, [choice.token for choice in new], filled, logprobs, kept, images))
     return updates

@@ -74,30 +74,39 @@ class StepPlanner:
         self._max_step_tokens = max_step_tokens
         self._draft = draft
         self._block_tokens = model.spec.block_tokens
+        self._keeps_states = model.spec.state_slots > 0
 
     def plan(self) -> list[StepPart]:
         """First the members that decode, a token each; then prompts, in the order of arrival, with the tokens left."""
-        ready = self._ready()
-        counts = [(run, member, 1, self._ahead(run)) for run, member, _ in ready if member.decoding]
+        counts: list[tuple[Run | BeamRun, Run | Beam, int, int]] = []
+        prompts = []
+        for each in self._ready():
+            run, member, _ = each
+            if member.decoding:
+                counts.append((run, member, 1, self._ahead(run)))
+            else:
+                prompts.append(each)
         # A prompt advances by a block, however many requests decode, so that it cannot starve.
         decoding = len(counts)
-        budget = max(self._max_step_tokens - sum(1 + ahead for *_, ahead in counts), self._block_tokens)
-        for run, member, pending in ready:
-            if budget > 0 and not member.decoding:
+        budget = max(self._max_step_tokens - decoding - sum(ahead for *_, ahead in counts), self._block_tokens)
+        for run, member, pending in prompts:
+            if budget > 0:
                 count = self._whole_cells(member, min(pending, budget))
                 if member.images is not None:
                     count = _whole_images(member, count, first=len(counts) == decoding)
                 budget -= count
                 if count:
                     counts.append((run, member, count, 0))
-        counts = self._with_embeddings(counts)
+        if self._model.images is not None:
+            counts = self._with_embeddings(counts)
         parts = []
         for run, member, count, ahead in counts:
-            stop = member.computed + count
-            state = run.state if isinstance(run, Run) else None
-            kept = None if state is None else state.keeps(member.computed, stop, self._block_tokens)
+            start = member.computed
+            stop = start + count
+            state = run.state if self._keeps_states and isinstance(run, Run) else None
+            kept = None if state is None else state.keeps(start, stop, self._block_tokens)
             followed = stop == len(member.tokens) + member.unread
-            parts.append(StepPart(run, member, member.computed, count, followed, ahead, kept))
+            parts.append(StepPart(run, member, start, count, followed, ahead, kept))
         return parts
 
     def _with_embeddings(
@@ -138,22 +147,27 @@ class StepPlanner:
         A request that decodes goes on while memory for later tokens is being mapped.
         """
         kv = self._kv
-        pending: list[tuple[Run | BeamRun, list[tuple[Run | Beam, int]]]] = []
+        ready: list[list[tuple[Run | BeamRun, Run | Beam, int]]] = []
+        waiting: list[list[tuple[Run | BeamRun, Run | Beam, int]]] = []
         for run in self._runs:
-            counts = [(member, member.pending) for member in run.members]
-            if any(count > 0 for _, count in counts):
-                pending.append((run, counts))
-        ready = [each for each in pending if all(kv.ready(m.memory, m.computed + count) for m, count in each[1])]
+            counts, mapped = [], True
+            for member in run.members:
+                if (count := member.pending) > 0:
+                    counts.append((run, member, count))
+                    mapped = mapped and kv.ready(member.memory, member.computed + count)
+            if counts:
+                (ready if mapped else waiting).append(counts)
         usable: list[tuple[Run | BeamRun, Run | Beam, int]] = []
-        for run, counts in ready or pending:
+        for counts in ready or waiting:
             try:
-                for member, count in counts:
+                for _, member, count in counts:
                     kv.wait(member.memory, member.computed + count)
             except SwapError as error:
+                run = counts[0][0]
                 if not any(member.unread for member in run.members):  # else it may have ended before
                     self._runs.close(run, failure(run.id, [], error))
             else:
-                usable += [(run, member, count) for member, count in counts if count > 0]
+                usable += counts
         return usable
 
 

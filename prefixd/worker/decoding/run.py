@@ -84,7 +84,8 @@ class Run:
         self.reported_blocks = start.cached_blocks
         self._arrived: tuple[int, int] | None = None  # the first and the end of tokens that need not be computed
         self._block_tokens = block_tokens
-        self._max_tokens = limits.max_model_tokens
+        most = len(self.tokens) + start.sampling.max_tokens - start.generated
+        self._last = min(most, limits.max_model_tokens)  # number of tokens with which it ends
         stop = set(start.sampling.stop_token_ids)
         self.stop = frozenset(stop if start.sampling.ignore_eos else stop | set(limits.eos_token_ids))
         self.ended = self._why_ended()
@@ -130,7 +131,7 @@ class Run:
     @property
     def room(self) -> int:
         """Tokens that may follow the known ones, unread ones included, if none of them ends the request."""
-        return min(self.sampling.max_tokens - self.generated, self._max_tokens - len(self.tokens))
+        return self._last - len(self.tokens)
 
     @property
     def kept_tokens(self) -> int:
@@ -156,8 +157,10 @@ class Run:
 
     def choice(self, assumed: Sequence[int] = ()) -> Choice:
         """How the next token is chosen, or the one behind `assumed` tokens that may come."""
-        counts = self._counts.after(assumed) if self._counts is not None and assumed else self._counts
-        k = self.generated + self.unread + len(assumed)
+        counts, k = self._counts, self.generated + self.unread
+        if assumed:
+            k += len(assumed)
+            counts = counts and counts.after(assumed)
         return Choice(self.sampling, k, counts, self._forced[k] if k < len(self._forced) else None)
 
     def guess(self, assumed: Sequence[int]) -> Choice:

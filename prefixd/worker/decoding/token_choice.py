@@ -146,7 +146,7 @@ def queue_choices(
     if forced:
         places, ids = to_device(list(zip(*forced, strict=True)), torch.int64, logits.device)
         tokens = tokens.index_copy(0, places, ids)
-    if count:
+    if count and scores is not logits:  # some have penalties
         for row, choice in enumerate(choices):
             if choice.counts is not None:
                 choice.counts.add_queued(tokens[row : row + 1])

@@ -42,8 +42,9 @@ others. requests_ratio: the same of requests a second, at least 1 for virtual. W
 computed_tokens, the prompt tokens not found: prompts are long, answers short and the ways run in turn, --rounds times,
 of which the best counts, so that other load on the machine does not decide. same_tokens: every request got the
 baseline's tokens. encoded_images: embeddings computed, at most a quarter of the baseline's: an embedding serves every
-prompt with its image, whatever stands before it (Jenga, section 5), until it is evicted. gpu_blocks: of two models, how many blocks each has in the GPU tier at the end of each of the
-three phases; in one tier, memory moves to the second model in the second phase, without a restart.
+prompt with its image, whatever stands before it (Jenga, section 5), until it is evicted. gpu_blocks: of two models,
+how many blocks each has in the GPU tier at the end of each of the three phases; in one tier, memory moves to the
+second model in the second phase, without a restart.
 
 cross finds nothing, since no chat shares a prefix. Counted is what is cached at the end, of memory for everything:
 waste, of used_bytes those that are not needed_bytes, KV of the text in 32 layers and of the images in eight; and

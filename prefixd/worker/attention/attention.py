@@ -86,6 +86,21 @@ class StepAttention(Protocol):
         ...
 
 
+class FromMemory:
+    """The part of `StepAttention` that is alike where a backend reads keys and values from memory alone."""
+
+    def expands(self, layer: int) -> bool:
+        """Never."""
+        del layer
+        return False
+
+    def attend_given(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Refused when the model is loaded."""
+        raise ModelError(f"{type(self).__name__} reads keys and values from memory alone")
+
+
 class AttentionBackend(Protocol):
     """A way to compute attention."""
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
+from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind, FromMemory
 from prefixd.worker.attention.kernels.extent_call import Blocks, ExtentCall, ExtentKernel, Runs, Scores, Tiles
 from prefixd.worker.graphs.captured import CapturedStep
 from prefixd.worker.memory.kv_memory import Segment, StepKv
@@ -58,7 +58,7 @@ def why_not_group(group: int) -> str | None:
     return f"it takes up to {_MOST_GROUP} query heads a KV head, not {group}" if group > _MOST_GROUP else None
 
 
-class ExtentStep:
+class ExtentStep(FromMemory):
     """One pass; see `StepAttention`."""
 
     def __init__(self, backend: ExtentAttention, step: StepKv) -> None:
@@ -80,17 +80,6 @@ class ExtentStep:
         self._backend.calls += 1
         self._backend.kernel(query[0].transpose(0, 1), keys, values, self._calls[group], scores, output)
         return output.unsqueeze(0)
-
-    def expands(self, layer: int) -> bool:
-        """Never."""
-        del layer
-        return False
-
-    def attend_given(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
-    ) -> torch.Tensor:
-        """Refused when the model is loaded."""
-        raise ModelError("ExtentAttention reads keys and values from memory alone")
 
     def _call(self, keys: torch.Tensor, group: int) -> ExtentCall:
         if isinstance(self._step, CapturedStep):

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
+from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind, FromMemory
 from prefixd.worker.attention.choice.pass_plan import PassPlan, Plan, plain
 from prefixd.worker.attention.kernels.flash_kernels import AloneKernel, VarlenKernel
 from prefixd.worker.attention.split_prefix import SplitPass
@@ -26,7 +26,6 @@ from prefixd.worker.memory.kv_memory import StepKv
 from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.spec.kv_groups import READ_BLOCK as READ_BLOCK
 from prefixd.worker.to_device import to_device
-from prefixd.worker_protocol.errors import ModelError
 
 
 class FlashAttention:
@@ -64,7 +63,7 @@ class FlashAttention:
         return result
 
 
-class FlashStep:
+class FlashStep(FromMemory):
     """One pass; see `StepAttention`."""
 
     def __init__(self, backend: FlashAttention, step: StepKv) -> None:
@@ -147,14 +146,3 @@ class FlashStep:
     def _hides(self, kind: AttentionKind) -> bool:
         """Whether the kind's window hides keys of the pass."""
         return kind.window is not None and kind.window < self._most_keys
-
-    def expands(self, layer: int) -> bool:
-        """Never."""
-        del layer
-        return False
-
-    def attend_given(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
-    ) -> torch.Tensor:
-        """Refused when the model is loaded."""
-        raise ModelError("FlashAttention reads keys and values from memory alone")

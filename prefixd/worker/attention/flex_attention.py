@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
+from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind, FromMemory
 from prefixd.worker.memory.kv_memory import Segment, StepKv
 from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.to_device import to_device
@@ -87,7 +87,7 @@ def check_reach(geometry: KvGeometry, tokens: int) -> None:
         )
 
 
-class FlexStep:
+class FlexStep(FromMemory):
     """One pass; see `StepAttention`.
 
     Attributes:
@@ -139,17 +139,6 @@ class FlexStep:
                 result = (result * share[..., None]).to(query.dtype)
             output[:, part.queries] = result.transpose(1, 2)
         return output
-
-    def expands(self, layer: int) -> bool:
-        """Never."""
-        del layer
-        return False
-
-    def attend_given(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
-    ) -> torch.Tensor:
-        """Refused when the model is loaded."""
-        raise ModelError("FlexAttention reads keys and values from memory alone")
 
 
 class FlexPart:

@@ -213,14 +213,7 @@ class StateMemory:
 
     def map(self, frames: Sequence[int]) -> VirtualTensor:
         """Map frames as one buffer; wait for it before it is used. Raises as `KvMemory.open`."""
-        numbers = [FrameId(frame) for frame in frames]
-        tensor = self.manager.create(numbers)
-        try:
-            self.manager.extend(tensor, numbers)
-        except BaseException:
-            self.manager.release(tensor)
-            raise
-        return tensor
+        return self.manager.open([FrameId(frame) for frame in frames])
 
     def mapped(self, frames: Sequence[int]) -> tuple[VirtualTensor, torch.Tensor]:
         """Map frames and wait for it; the tensor to release, and its buffer. Raises as `KvMemory.open`, and `wait`."""

@@ -26,14 +26,7 @@ class VirtualKv:
         """A sequence with these frames as its first blocks; -1 where a block has none. The addresses are those on which
         most of the frames are still mapped."""
         del state
-        numbers = [FrameId(frame) for frame in frames]
-        tensor = self.manager.create(numbers)
-        try:
-            self.manager.extend(tensor, numbers)
-        except BaseException:
-            self.manager.release(tensor)
-            raise
-        return tensor
+        return self.manager.open([FrameId(frame) for frame in frames])
 
     def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
         """More frames for a sequence."""

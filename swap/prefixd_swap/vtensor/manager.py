@@ -115,6 +115,19 @@ class VirtualTensorManager:
         self._live[row.number] = tensor
         return tensor
 
+    def open(self, frames: Sequence[FrameId]) -> VirtualTensor:
+        """A virtual tensor with `frames` as its first blocks, on the addresses where most of them are still mapped.
+
+        Raises as `create` and `extend`.
+        """
+        tensor = self.create(frames)
+        try:
+            self.extend(tensor, frames)
+        except BaseException:
+            self.release(tensor)
+            raise
+        return tensor
+
     def match(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
         """Prefix Match: map `frames`, which hold a prefix and may be shared, as the next blocks."""
         self.extend(tensor, frames)
@@ -178,13 +191,7 @@ class VirtualTensorManager:
 
         Raises OutOfMemoryError when all addresses are in use or the process has no mapping left.
         """
-        other = self.create(tensor._frames)
-        try:
-            self.extend(other, tensor._frames)
-        except BaseException:
-            self.release(other)
-            raise
-        return other
+        return self.open(tensor._frames)
 
     def assign(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
         """Replace the frames of `tensor` (beam search); only the blocks from the first difference on are mapped.

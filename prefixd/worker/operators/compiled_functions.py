@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from prefixd.worker.operators.merged_projections import MergedProjections
+from prefixd.worker.operators.same_rows import same_rows
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 _ROTARY = "apply_rotary_pos_emb"
@@ -29,40 +29,47 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def compile_rotary(model: nn.Module, compiled: Compile) -> list[Callable[[], None]]:
-    """Compiles the function that turns queries and keys by their positions; returns what undoes it.
+def compile_rotary(model: nn.Module, compiled: Compile) -> Iterator[Callable[[], None]]:
+    """Compiles the function that turns queries and keys by their positions; yields what undoes it.
 
     It belongs to the module of the model's code, so all models of this architecture in the process use it.
     """
-    undo: list[Callable[[], None]] = []
     for code in {sys.modules[type(module).__module__] for module in model.modules() if hasattr(module, "o_proj")}:
         rotary = getattr(code, _ROTARY, None)
         if rotary is not None and code not in _compiled:  # by another model of the process
-            _compiled.add(code)
             setattr(code, _ROTARY, compiled(rotary))
-            undo.append(functools.partial(_compiled.discard, code))
-            undo.append(functools.partial(setattr, code, _ROTARY, rotary))
-    return undo
+            _compiled.add(code)
+            yield functools.partial(_restore_rotary, code, rotary)
 
 
-def compile_gated(model: nn.Module, merged: Iterable[MergedProjections], compiled: Compile) -> list[Callable[[], None]]:
-    """Compiles activation and product of gated MLPs whose projections are merged; returns what undoes it."""
+def compile_gated(
+    model: nn.Module, merged: Iterable[MergedProjections], compiled: Compile
+) -> Iterator[Callable[[], None]]:
+    """Compiles activation and product of gated MLPs whose projections are merged; yields what undoes each.
+
+    An MLP with another formula (Falcon-H1 scales, Gemma 3n drops small activations, some clamp) is left as it is: each
+    is compared on random rows.
+    """
     by_weight = {projections.weight.data_ptr(): projections for projections in merged}
     kernels: dict[tuple[type, int], Callable[..., Any]] = {}
-    undo: list[Callable[[], None]] = []
     for module in model.modules():
         gate, down, activation = (getattr(module, name, None) for name in ("gate_proj", "down_proj", "act_fn"))
         if not isinstance(gate, nn.Linear) or not isinstance(down, nn.Linear) or not isinstance(activation, nn.Module):
             continue
         projections = by_weight.get(gate.weight.data_ptr())
-        if projections is None or len(inspect.signature(module.forward).parameters) != 1:
+        gated = functools.partial(_gated, activation, gate.out_features)
+        if projections is None or not same_rows(module, functools.partial(_mlp, projections, gated, down), gate.weight):
             continue
         key = type(activation), gate.out_features
         if key not in kernels:
-            kernels[key] = compiled(functools.partial(_gated, activation, gate.out_features))
+            kernels[key] = compiled(gated)
         module.forward = functools.partial(_mlp, projections, kernels[key], down)
-        undo.append(functools.partial(delattr, module, "forward"))
-    return undo
+        yield functools.partial(delattr, module, "forward")
+
+
+def _restore_rotary(code: ModuleType, rotary: Callable[..., Any]) -> None:
+    setattr(code, _ROTARY, rotary)
+    _compiled.discard(code)
 
 
 def _gated(activation: nn.Module, width: int, merged: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -58,7 +59,8 @@ def rewrite(
             undo.append(projections.undo)
             if projections.weight.is_cuda:  # what the single weights had is too small for the next group
                 torch.cuda.empty_cache()
-        undo += [functools.partial(delattr, norm, "forward") for norm in single_norms(model)]
+        for norm in single_norms(model):
+            undo.append(functools.partial(delattr, norm, "forward"))
         why_not = _differs(expected, logits(), tolerance)
     except RuntimeError as error:  # no memory for a group of weights twice, among others
         why_not = _line(error)
@@ -72,8 +74,10 @@ def rewrite(
     if wanted == "merged":
         return Rewritten("merged", "", undo)
     used = [projections for projections in merged if projections not in wasteful]
-    compiling = [*compile_rotary(model, compiled), *compile_gated(model, used, compiled)]
+    compiling: list[Callable[[], None]] = []
     try:
+        for undo_one in itertools.chain(compile_rotary(model, compiled), compile_gated(model, used, compiled)):
+            compiling.append(undo_one)
         why_not = _differs(expected, logits(), tolerance)
     except Exception as error:  # a compiler's errors have no common type
         why_not = _line(error)

@@ -7,13 +7,13 @@ with another formula (Gemma multiplies by 1 + weight) is left as it is: each is 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-_ROWS = 8
+from prefixd.worker.operators.same_rows import same_rows
+
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -32,14 +32,9 @@ def _as_one(module: nn.Module) -> functools.partial[torch.Tensor] | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    if weight.dtype not in _TOLERANCE or len(inspect.signature(module.forward).parameters) != 1:
-        return None
+    tolerance = _TOLERANCE.get(weight.dtype)
     single = functools.partial(_norm, weight, eps)
-    generator = torch.Generator(weight.device).manual_seed(0)
-    rows = torch.randn(_ROWS, len(weight), dtype=weight.dtype, device=weight.device, generator=generator)
-    theirs = module(rows).float()
-    near = float((single(rows).float() - theirs).norm()) <= _TOLERANCE[weight.dtype] * float(theirs.norm())
-    return single if near else None
+    return single if tolerance is not None and same_rows(module, single, weight, tolerance) else None
 
 
 def _norm(weight: torch.Tensor, eps: float, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoModelForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     LlamaConfig,
@@ -28,11 +29,12 @@ from transformers.models.llama import modeling_llama
 
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.model import CausalModel, load_model
-from prefixd.worker.operators import merged_projections, rewrites
+from prefixd.worker.operators import compiled_functions, merged_projections, rewrites, single_norms
 from prefixd.worker.operators.merged_projections import MergedProjections
 from prefixd.worker.operators.rewrites import rewrite
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.worker_settings import WorkerSettings
+from tests.worker.tiny_models import GROUP_SIZES, WINDOWED, build_recurrent, tiny_config
 
 LAYERS = 2
 MODELS = {
@@ -168,6 +170,10 @@ def test_compiled_functions_are_called_once_a_layer(directory: Callable[[str], P
     assert not calls
 
 
+def refuses(function: Callable[..., Any]) -> Callable[..., Any]:
+    raise RuntimeError("no compiler for this Python\nsee the log")
+
+
 def fails(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **keywords: Any) -> Any:
         raise NotImplementedError("no compiler\nsee the log")
@@ -185,7 +191,11 @@ def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("compiled", "reason"),
-    [(fails, "compiled functions: no compiler"), (wrong, "compiled functions: the logits differ by")],
+    [
+        (refuses, "compiled functions: no compiler for this Python"),
+        (fails, "compiled functions: no compiler"),
+        (wrong, "compiled functions: the logits differ by"),
+    ],
 )
 def test_functions_that_cannot_be_compiled_or_compute_something_else_are_not_used(
     directory: Callable[[str], Path], compiled: Callable[..., Any], reason: str
@@ -196,6 +206,7 @@ def test_functions_that_cannot_be_compiled_or_compute_something_else_are_not_use
     assert rewritten.operators == "merged" and rewritten.reason.startswith(reason)
     assert modeling_llama.apply_rotary_pos_emb is plain
     torch.testing.assert_close(model._check_logits(), expected, rtol=1e-4, atol=1e-4)
+    assert modeling_llama not in compiled_functions._compiled, "another model may have it compiled"
 
 
 def test_projections_that_change_the_logits_are_undone(
@@ -244,3 +255,76 @@ def test_layers_with_different_inputs_compute_by_themselves() -> None:
         assert rewrite(model, "merged", lambda: model(text)) == ("merged", "", [])
         assert torch.equal(model(text), expected)
     assert all("forward" not in vars(linear) for linear in model.children())
+
+
+def test_norms_are_undone_when_one_of_them_cannot_be_compared(
+    directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_and_an_error(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        norms = single_norms.single_norms(model)
+        yield next(norms)
+        yield next(norms)
+        raise RuntimeError("expected 4 dimensions")
+
+    model = load(directory("llama"))
+    expected = model._check_logits()
+    monkeypatch.setattr(rewrites, "single_norms", two_and_an_error)
+    model.rewrite("merged")
+    assert model.operators[:2] == ("model", "merged projections: expected 4 dimensions")
+    assert not [name for name, module in model._model.named_modules() if "forward" in vars(module)]
+    assert torch.equal(model._check_logits(), expected)
+
+
+class Clamped(torch.nn.Module):
+    """A gated MLP that clamps, as GLM 5's; tokens of the check may not reach the clamp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(16, 32, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = torch.nn.Linear(32, 16, bias=False), torch.nn.SiLU()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(inputs).clamp(max=7), self.up_proj(inputs).clamp(-7, 7)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def test_an_mlp_that_clamps_keeps_its_formula() -> None:
+    torch.manual_seed(0)
+    model, small = Clamped(), 0.1 * torch.randn(3, 16)
+    with torch.inference_mode():
+        expected = model(100 * small)
+        found = rewrite(model, "fused", lambda: model(small), compiled=lambda function: function)
+        assert found.operators == "fused", "its projections are merged"
+        assert model.gate_proj.weight.data_ptr() == found.undo[0].__self__.weight.data_ptr()  # type: ignore[attr-defined]
+        torch.testing.assert_close(model(100 * small), expected)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "gemma3n_text"])
+def test_mlps_with_formulas_of_their_own_are_merged_and_not_compiled(name: str) -> None:
+    """Falcon-H1 scales the gate and the result, Gemma 3n drops small activations in some layers."""
+    torch.manual_seed(3)
+    if name == "falcon_h1":
+        model = build_recurrent(name, mlp_multipliers=[0.9, 0.95])
+    else:
+        config, changes = WINDOWED[name]
+        changes |= {"sliding_window": 21, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0]}
+        model = AutoModelForCausalLM.from_config(tiny_config(config, GROUP_SIZES, **changes))
+    model = model.to(torch.bfloat16).eval().requires_grad_(False)
+    tokens = torch.arange(3, 15)[None]
+
+    def logits() -> torch.Tensor:
+        return model(input_ids=tokens, use_cache=False).logits
+
+    with torch.inference_mode():
+        merged = rewrite(model, "merged", logits)
+        assert merged.operators == "merged"
+        expected = logits()
+        for undo in reversed(merged.undo):
+            undo()
+        fused = rewrite(model, "fused", logits, compiled=lambda function: function)
+        assert fused.operators == "fused"
+        assert torch.equal(logits(), expected)
+    replaced = [module for module in model.modules() if hasattr(module, "act_fn") and "forward" in vars(module)]
+    assert len(replaced) == (0 if name == "falcon_h1" else 2), "those without the sparsity"
+    for undo in reversed(fused.undo):
+        undo()

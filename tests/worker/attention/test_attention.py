@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from prefixd.worker.attention import flex_attention, split_prefix
 from prefixd.worker.attention.attention import AttentionBackend
 from prefixd.worker.attention.choice import backend_choice
 from prefixd.worker.attention.choice.backend_choice import choose_attention
+from prefixd.worker.attention.choice.cost_table import read_costs
 from prefixd.worker.attention.choice.pass_plan import CheapestPlan, PassPlan, plain, split_long
 from prefixd.worker.attention.extent_attention import ExtentAttention
 from prefixd.worker.attention.flash_attention import FlashAttention
@@ -115,6 +117,25 @@ def test_the_setting_chooses_the_plan(llama_directory, monkeypatch):
     with pytest.raises(ModelError, match=r'worker.attention = "split".*the kernel returns none.*"auto" or "plain"'):
         backend_choice._flash(asked, varlen_reference, spec.geometry)
     assert isinstance(backend_choice._flash(spec, varlen_reference, spec.geometry).plan, CheapestPlan)
+
+
+def test_the_log_says_when_the_costs_are_those_of_another_gpu(llama_directory, monkeypatch, tmp_path):
+    spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096))
+    own = tmp_path / "own.json"
+    own.write_bytes(msgspec.json.encode(read_costs("NVIDIA H200")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpu, file, line in (
+        ("NVIDIA A100", "", "costs of NVIDIA H100 80GB HBM3, not of this NVIDIA A100: there are none"),
+        ("NVIDIA A100", str(own), "costs of NVIDIA H200, not of this NVIDIA A100: by worker.attention_costs"),
+        ("NVIDIA H200", str(own), ""),
+        ("NVIDIA H200", "", ""),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
+        said: list[str] = []
+        asked = dataclasses.replace(spec, attention_costs=file)
+        backend_choice._flash(asked, varlen_reference, spec.geometry, said.append)
+        found = [each for each in said if "costs of" in each]
+        assert len(found) == bool(line) and all(line in each for each in found)
 
 
 def test_planned_passes_generate_the_same_tokens(rig_with, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -109,7 +110,34 @@ def test_the_benchmark_writes_what_the_worker_reads(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("content", ["{}", "[", '{"device": "a", "source": "b", "heads": []}'])
+def table_with(heads: Mapping[str, object] | None = None, **point: object) -> str:
+    """A table of one point, as text."""
+    points = [{"queries": 1, "batch": 8, "tokens": 1024, "us": {TOGETHER: 9.0}} | point]
+    shape = {"query_heads": 8, "kv_heads": 8, "head_dim": 64, "layout": "token", "points": points} | dict(heads or {})
+    return json.dumps({"device": "a", "source": "b", "heads": [shape]})
+
+
+def test_a_table_of_one_point_is_read(tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(table_with())
+    costs = read_costs("NVIDIA H200", str(tmp_path / "table.json")).of(32, 8, 128, "layer")
+    assert costs.cheapest(1, 64, 0, (ALONE, "split 8")) == costs.cheapest(128, 1, 9, (ALONE,)) == TOGETHER
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[",
+        '{"device": "a", "source": "b", "heads": []}',
+        table_with(batch=0),
+        table_with(tokens=0),
+        table_with(queries=-1),
+        table_with(us={TOGETHER: -9.0}),
+        table_with({"points": []}),
+        table_with({"kv_heads": 0}),
+        table_with({"kv_heads": 16}),
+    ],
+)
 def test_a_file_that_has_no_table_is_refused_with_the_remedy(tmp_path: Path, content: str) -> None:
     file = tmp_path / f"{len(content)}.json"
     file.write_text(content)

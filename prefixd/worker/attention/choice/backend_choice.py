@@ -117,10 +117,9 @@ def _flash(
         heads = max(layer.query_heads for layer in spec.attention)
         name = torch.cuda.get_device_name(spec.device) if torch.cuda.is_available() else ""
         table = read_costs(name, spec.attention_costs)
-        if name and not spec.attention_costs and table.device != name:
-            note(
-                f"attention is chosen by the costs of {table.device}: there are none of {name} (worker.attention_costs)"
-            )
+        if name and table.device != name:
+            why = "by worker.attention_costs" if spec.attention_costs else "there are none (worker.attention_costs)"
+            note(f"attention is chosen by the costs of {table.device}, not of this {name}: {why}")
         costs = table.of(heads, geometry.kv_heads, geometry.head_dim, spec.layout)
         why_not = why_not_alone(flash_alone, *where)
         for line in (reason, why_not):

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -19,6 +20,9 @@ TOGETHER, ALONE = "together", "alone"
 _TABLES = Path(__file__).parent / "tables"
 _DEFAULT = "nvidia_h100"
 _MERGE_US = 12.0  # predicted: two small kernels; `benchmarks.gpu` measures ways to split as a whole
+
+_Number = Annotated[int, msgspec.Meta(ge=1)]
+_Microseconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 def split(pieces: int) -> str:
@@ -34,18 +38,18 @@ def pieces_of(way: str) -> int:
 class CostPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measured: `batch` sequences, each with `queries` new tokens behind `tokens` others. us: microseconds, by way."""
 
-    queries: int
-    batch: int
-    tokens: int
-    us: dict[str, float]
+    queries: _Number
+    batch: _Number
+    tokens: _Number
+    us: dict[str, _Microseconds]
 
 
 class HeadCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The points of one shape of heads in one layout of KV."""
 
-    query_heads: int
-    kv_heads: int
-    head_dim: int
+    query_heads: _Number
+    kv_heads: _Number
+    head_dim: _Number
     layout: str
     points: list[CostPoint]
 
@@ -119,8 +123,11 @@ def _read(file: Path) -> CostTable:
             f"worker.attention_costs = {str(file)!r} has no table of attention costs ({error}); give the file that "
             "benchmarks.gpu wrote on this device, or leave it out"
         ) from error
-    if not all(costs.points for costs in table.heads) or not table.heads:
-        raise ModelError(f"worker.attention_costs = {str(file)!r} has shapes of heads without a point; leave it out")
+    if not table.heads or not all(costs.points and costs.query_heads % costs.kv_heads == 0 for costs in table.heads):
+        raise ModelError(
+            f"worker.attention_costs = {str(file)!r} has shapes of heads without a point, or with query heads that "
+            "are no multiple of the KV heads; leave it out"
+        )
     return table
 
 

@@ -150,7 +150,7 @@ JENGA_FIGURES = (
         claims=(
             Claim("mean", "mean of the models (L4: 1.69)", "x", 1.80),
             Claim("most", "most of the models (L4: 3.29)", "x", 4.92),
-            Claim("llama", "a Llama, whose layers are all alike", "x", 1.0),
+            Claim("llama", "a Llama, whose layers are all alike", "x", words="comparable"),
         ),
         conditions="seven models, against vLLM 0.6.3",
         ours=f"chats with windows (Gemma 3), states (Jamba) and images, {_PROPORTIONS}; the baseline is prefixd with "
@@ -169,7 +169,7 @@ JENGA_FIGURES = (
             Claim(BASELINE, "one rule for all layers (vLLM)", "%", 38.2),
             Claim(JENGA, "a rule for each kind of layer", "%", 0.04),
         ),
-        conditions="Ministral, whose windows have 32K tokens; the static trace",
+        conditions="Ministral; the mean of two traces, in one of which lengths change over time",
         ours="chats with a model in Gemma 3's proportions, samples every 0.1 s",
         why="Five of six layers have windows of 128 tokens in contexts of 1,056, so the baseline wastes more. What is "
         "left of ours are blocks that the next step gives up, and room ahead of the last token.",
@@ -217,7 +217,7 @@ JENGA_FIGURES = (
         place="figure 19",
         shows="speculative decoding, over one page size for both models",
         claims=(
-            Claim("rate", "throughput, mean of the models", "x", 1.58),
+            Claim("rate", "throughput, mean of the heterogeneous models", "x", 1.58),
             Claim("hits", "tokens found", "x", words="not shown"),
         ),
         conditions="the models of figure 13 with drafts of 1 to 2 billion parameters",

@@ -193,7 +193,7 @@ VATTENTION_FIGURES = (
             Claim("longest", "the same, longest (paper: 192K, 266 s and 67.8 s)", "x", 3.92),
             Claim("seconds_32k", "a prompt of 32K tokens, contiguous", "s", 3.50),
         ),
-        conditions="Yi-6B, FlashAttention, 2,048 tokens a step; FlashInfer: 1.13 to 1.26",
+        conditions="Yi-6B, FlashAttention, 2,048 tokens a step; FlashInfer: 1.13 to 1.27",
         ours="the small model, prompts of 512 to 4,096 tokens, 512 a step. GPU: a model of 8B's size",
         why="A paged pass copies all earlier blocks together, so the loss grows with the prompt; the small model's "
         "prompts are short, and its other layers weigh more.",

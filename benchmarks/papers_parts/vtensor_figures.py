@@ -252,7 +252,12 @@ VTENSOR_FIGURES = (
         place="figure 11",
         shows="memory that is not held",
         claims=(
-            Claim("first", "of the KV memory reserved, free at batch 1", "%", words="almost all; 71.25% of the GPU"),
+            Claim(
+                "first",
+                "of the KV memory reserved, free at batch 1",
+                "%",
+                words="almost all; 71.25% of the GPU, mean of the batches",
+            ),
             Claim("last", "the same at the largest batch", "%", words="drawn"),
             Claim("quiet", "held in quiet times, of what is held in busy ones", "%", words="follows the load (drawn)"),
         ),

@@ -41,7 +41,6 @@ def generate(model, prompts, new_tokens, kv, tensors):
         lengths[rows] += len(tokens[0])
         if kv.step(lengths.tolist()) < 0:
             raise SystemExit("out of memory: an engine would preempt a request here, and step again")
-        kv.step_async((lengths + (lengths > 0)).tolist())  # one token more for each, mapped while the model computes
         positions = cache.starts[:, None] + torch.arange(len(tokens[0]))
         logits = model(torch.tensor(tokens), position_ids=positions, past_key_values=cache, cache=cache).logits
         for row, token in zip(rows, logits[:, -1].argmax(-1).tolist(), strict=True):

@@ -64,6 +64,7 @@ def mapping_times(geometry: KvGeometry, tokens: int, chunk_bytes: int, rounds: i
                 memory_limit=2 * (tokens * geometry.token_bytes + chunk_bytes),
                 device="cpu",
                 chunk_bytes=chunk_bytes,
+                ahead=False,
             )
             for times in (cold, warm):
                 reqid = kv.alloc_reqid()

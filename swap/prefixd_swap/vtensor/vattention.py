@@ -9,7 +9,7 @@ reqid = kv.alloc_reqid()                                  # the request's keys a
 while generating:
     lengths[reqid] += 1
     if kv.step(lengths) < 0: ...                          # memory ran out: preempt a request, call again
-    kv.step_async([n and n + 1 for n in lengths])         # maps for the next iteration beside this one
+                                                          # else the next iteration is mapped beside this one
     ...                                                   # the model writes and reads layers[i][...][reqid, :length]
 kv.free_reqid(reqid)
 ```
@@ -99,6 +99,7 @@ class VAttention:
         self._round: Future[None] | None = None  # the work in the background
         self._prompt_tokens = 1  # of the newest request; the same number is mapped ahead for the next one
         self._watermark = 0
+        self._ahead = True
         self.costs = AttachCosts()
         """Measured by `share` with "auto"."""
         self._max_batch = 0
@@ -121,6 +122,7 @@ class VAttention:
         chunk_bytes: int = CHUNK_BYTES,
         layout: Layout = "token",
         watermark: float = 0.1,
+        ahead: bool = True,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Reserve addresses for all requests and create the physical memory, none of it mapped yet (5.3.1).
 
@@ -141,6 +143,8 @@ class VAttention:
             chunk_bytes: a multiple of the device's granularity (2 MiB on CUDA, a page on a CPU).
             layout: the layout of a request's KV in its addresses; see `KvGeometry`.
             watermark: memory of ended requests stays mapped while at least this part of all memory is mapped nowhere.
+            ahead: every `step` begins to map for the next one, a token more for each of its requests, in the background
+                (6.2.1). With False only `step_async` does.
 
         Returns a pair of keys and values for each layer, each ``[max_batch, context, kv_heads, head_dim]``: views,
         valid until `close`. `context` is `max_context` rounded up to whole blocks.
@@ -181,6 +185,7 @@ class VAttention:
         self._manager = manager
         self._max_batch = max_batch
         self._watermark = int(limit * watermark)
+        self._ahead = ahead
         self.max_context = max_context
         self.block_tokens = geometry.block_tokens
         self.rounding = tuple(_explain(manager, chunk_bytes, max_context, memory_limit))
@@ -218,7 +223,7 @@ class VAttention:
         del self._requests[reqid]
 
     def step(self, lengths: Sequence[int]) -> int:
-        """Map memory for the context lengths of an iteration, the tokens that it adds included.
+        """Map memory for the context lengths of an iteration, the tokens that it adds included, and begin with the next.
 
         lengths: `max_batch` numbers; 0 for a reqid that is not live or takes no part in the iteration.
 
@@ -235,10 +240,14 @@ class VAttention:
             if request.tokens == 0:
                 self._prompt_tokens = length
             request.tokens = length
+        if self._ahead:
+            next_lengths = {request.tensor: min(length + 1, self.max_context) for request, length in wanted.items()}
+            self._round = self._background.submit(self._prepare, manager, next_lengths)
         return 0
 
     def step_async(self, lengths: Sequence[int]) -> None:
-        """Begin to map memory for the next iteration, in the background, and return at once (6.2.1).
+        """Begin to map memory for the next iteration, in the background, and return at once: for an engine that knows
+        more of it than that each request gets a token, such as a part of a long prompt.
 
         lengths: the expected lengths of the next `step`, which waits for the end of the mapping and maps the rest. This
         is a hint: a wrong one only costs time. The background also maps ahead for the next request (eager allocation),

@@ -27,6 +27,7 @@ def init(kv: VAttention, device: str, layout: Layout = "token", frames: int = FR
     chunk_bytes = 64 << 10 if device == "cpu" else 2 << 20
     head_dim = chunk_bytes // (128 if layout == "token" else 64)
     block_bytes = chunk_bytes * (1 if layout == "token" else 2)
+    arguments.setdefault("ahead", False)
     tensors = kv.init_kvcache(
         layers=2,
         kv_heads=2,
@@ -143,6 +144,17 @@ def test_step_async_maps_what_the_next_step_needs(make: Make) -> None:
     layers(kv)[0][0][reqid, :5] = 1
     kv.step_async(at(32, reqid))
     kv.free_reqid(reqid)
+    kv.check_integrity()
+
+
+def test_a_step_begins_to_map_for_the_next_one(make: Make) -> None:
+    """As in the paper (6.2.1): a token more for each request. And a prompt of the same length (6.2.2)."""
+    kv = make(ahead=True)
+    reqid, idle = kv.alloc_reqid(), kv.alloc_reqid()
+    assert kv.step(at(4, reqid)) == 0 and mapped(kv) == 3, "with that of token 5 and one ahead"
+    assert kv.step(at(5, reqid)) == 0 and mapped(kv) == 3
+    assert kv.step(at(31, reqid)) == 0 and kv.step(at(32, reqid)) == 0, "there is no token behind the last"
+    kv.free_reqid(idle)
     kv.check_integrity()
 
 
@@ -500,7 +512,7 @@ class FacadeMachine(RuleBasedStateMachine):
         super().__init__()
         self.kv = VAttention()
         self.limit = 12
-        self.block = init(self.kv, device, layout, frames=self.limit, watermark=0.25)
+        self.block = init(self.kv, device, layout, frames=self.limit, watermark=0.25, ahead=True)
         self.values: dict[int, list[int]] = {}
         self.blocks: dict[int, list[int]] = {}
         self.next = 0

@@ -493,6 +493,25 @@ def test_a_step_that_computes_on_a_load_waits_for_each_layer(daemon: DaemonProce
     assert rank.settle().loads["r"][1].failed_blocks == 0
 
 
+@pytest.mark.parametrize("replicated", [[], [0]], ids=["heads apart", "latents, which all ranks have alike"])
+def test_each_rank_loads_its_own_part_layer_by_layer(
+    daemon: DaemonProcess, make_rank: MakeRank, replicated: list[int]
+) -> None:
+    ranks = [make_rank(daemon.address, rank=index, ranks=2, replicated=replicated) for index in range(2)]
+    prefix = ranks[0].prefix("layers of ranks", 32, seed=len(replicated))
+    for index, rank in enumerate(ranks):
+        fill(rank, seed=0 if replicated else index)
+        rank.saved(prefix, range(1, 9))
+    for rank in ranks:
+        rank.load("r", prefix, range(20, 28), waits=True)
+    for layer in range(3):
+        for rank in ranks:
+            rank.transfers.wait_for_layer(layer)
+            assert np.array_equal(rank.memory[0][layer, 20:28], rank.memory[0][layer, 1:9])
+    for rank in ranks:
+        assert rank.settle().loads["r"][1].failed_blocks == 0
+
+
 def test_a_step_does_not_wait_for_ever_for_a_load_that_fails(daemon: DaemonProcess, make_rank: MakeRank) -> None:
     rank = make_rank(daemon.address)
     rank.load("r", rank.prefix("not there", 32), range(20, 28), waits=True)

@@ -69,8 +69,9 @@ async def test_a_prompt_of_118_tokens_is_found_again_and_gives_the_same_tokens(
     assert all(strides) and model.spec.block_tokens == (64 if name == "qwen" else 16)
     hit = 117 // model.spec.block_tokens * model.spec.block_tokens
     plain = load(name, folder, block_padding="none", chunk_bytes=0)
+    # In the same directory: what an older daemon or another setting has left there is another namespace.
     async with open_model_bench(
-        plain, tmp_path / "plain", 40 * plain.spec.block_frames + 10 * plain.spec.state_frames
+        plain, tmp_path / "data", 40 * plain.spec.block_frames + 10 * plain.spec.state_frames
     ) as bench:
         expected, _ = await bench.generate(prompt, NEW)
     assert len(set(expected)) > 2

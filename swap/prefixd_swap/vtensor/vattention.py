@@ -223,7 +223,7 @@ class VAttention:
         del self._requests[reqid]
 
     def step(self, lengths: Sequence[int]) -> int:
-        """Map memory for the context lengths of an iteration, with the tokens that it adds, and begin with the next one.
+        """Map memory for the context lengths of an iteration, with the tokens that it adds, and begin with the next.
 
         lengths: `max_batch` numbers; 0 for a reqid that is not live or takes no part in the iteration.
 

@@ -48,22 +48,22 @@ def compile_gated(
     """Compiles activation and product of gated MLPs whose projections are merged; yields what undoes each.
 
     An MLP with another formula (Falcon-H1 scales, Gemma 3n drops small activations, some clamp) is left as it is: each
-    is compared on random rows.
+    is compared on random rows. MLPs whose activations are alike share a kernel.
     """
     by_weight = {projections.weight.data_ptr(): projections for projections in merged}
-    kernels: dict[tuple[type, int], Callable[..., Any]] = {}
+    kernels: dict[tuple[type, int], tuple[Callable[..., Any], Callable[..., Any]]] = {}  # the function, and compiled
     for module in model.modules():
         gate, down, activation = (getattr(module, name, None) for name in ("gate_proj", "down_proj", "act_fn"))
         if not isinstance(gate, nn.Linear) or not isinstance(down, nn.Linear) or not isinstance(activation, nn.Module):
             continue
-        projections = by_weight.get(gate.weight.data_ptr())
-        gated = functools.partial(_gated, activation, gate.out_features)
+        key, projections = (type(activation), gate.out_features), by_weight.get(gate.weight.data_ptr())
+        gated, kernel = kernels.get(key, (functools.partial(_gated, activation, gate.out_features), None))
         if projections is None or not same_rows(module, functools.partial(_mlp, projections, gated, down), gate.weight):
             continue
-        key = type(activation), gate.out_features
-        if key not in kernels:
-            kernels[key] = compiled(gated)
-        module.forward = functools.partial(_mlp, projections, kernels[key], down)
+        if kernel is None:
+            kernel = compiled(gated)
+            kernels[key] = gated, kernel
+        module.forward = functools.partial(_mlp, projections, kernel, down)
         yield functools.partial(delattr, module, "forward")
 
 

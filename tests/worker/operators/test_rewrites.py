@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -278,13 +279,15 @@ def test_norms_are_undone_when_one_of_them_cannot_be_compared(
 class Clamped(torch.nn.Module):
     """A gated MLP that clamps, as GLM 5's; tokens of the check may not reach the clamp."""
 
+    most = 7.0
+
     def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = (torch.nn.Linear(16, 32, bias=False) for _ in range(2))
         self.down_proj, self.act_fn = torch.nn.Linear(32, 16, bias=False), torch.nn.SiLU()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(inputs).clamp(max=7), self.up_proj(inputs).clamp(-7, 7)
+        gate, up = self.gate_proj(inputs).clamp(max=self.most), self.up_proj(inputs).clamp(-self.most, self.most)
         return self.down_proj(self.act_fn(gate) * up)
 
 
@@ -297,6 +300,23 @@ def test_an_mlp_that_clamps_keeps_its_formula() -> None:
         assert found.operators == "fused", "its projections are merged"
         assert model.gate_proj.weight.data_ptr() == found.undo[0].__self__.weight.data_ptr()  # type: ignore[attr-defined]
         torch.testing.assert_close(model(100 * small), expected)
+
+
+def test_activations_with_weights_of_their_own_share_no_kernel() -> None:
+    def layer(slope: float) -> Clamped:
+        made = Clamped()
+        made.act_fn = torch.nn.PReLU(init=slope)
+        return made
+
+    torch.manual_seed(0)
+    model, inputs = torch.nn.Sequential(layer(0.1), layer(0.4)), 0.1 * torch.randn(3, 16)
+    for made in model:
+        made.most = math.inf
+    with torch.inference_mode():
+        expected = model(inputs)
+        found = rewrite(model, "fused", lambda: model(inputs), compiled=lambda function: function)
+        assert found.operators == "fused" and ["forward" in vars(made) for made in model] == [True, False]
+        torch.testing.assert_close(model(inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "gemma3n_text"])

@@ -7,6 +7,7 @@ stand-in driver it runs on the CPU, as in `test_engine_on_cuda`.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Expect, Extend, StateFrames
 from prefixd.worker_protocol.worker_settings import WorkerSettings
+from prefixd_swap.vmem.cuda_driver import open_device
 from tests.worker.conftest import Rig
 from tests.worker.tiny_models import build_recurrent
 
@@ -94,6 +96,36 @@ def test_steps_beside_mapping(make: Make) -> None:
     for number, request in enumerate(requests):
         tokens = rig.tokens[request]
         assert tokens == expected[number][: len(tokens)] and (number == 2 or len(tokens) == 6)
+
+
+def test_the_drivers_calls_of_an_attach_and_of_a_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call a chunk and one for access where a prefix is mapped afresh, none where it is still mapped, none a step."""
+    rig = make()
+    cuda, calls = open_device(0), Counter[str]()
+    call = cuda.call
+
+    def counted(name: str, *arguments: Any) -> Any:
+        if name in ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"):
+            calls[name] += 1
+        return call(name, *arguments)
+
+    monkeypatch.setattr(cuda, "call", counted)
+
+    def attach(frames: list[int]) -> tuple[int, Counter[str]]:
+        calls.clear()
+        request = rig.start(prompt, frames, cached_blocks=2, max_tokens=8, temperature=1.0)
+        rig.manager.check_integrity()  # waits for the mapping in the background
+        return request, Counter(calls)
+
+    prompt, prefix, own = random_tokens(3, 40), rig.frames(2), rig.frames(1)
+    alone(rig, prompt, frames=[*prefix, *own], max_tokens=1)
+    mapped, no_calls = attach([*prefix, *own])
+    fresh, some_calls = attach([*prefix, *rig.frames(1)])
+    assert (no_calls, some_calls) == ({}, {"cuMemMap": 3, "cuMemSetAccess": 1})
+    calls.clear()
+    finish(rig)
+    rig.manager.check_integrity()
+    assert not calls and rig.tokens[mapped] == rig.tokens[fresh] and len(rig.tokens[fresh]) == 8
 
 
 def test_loads_beside_steps(make: Make) -> None:

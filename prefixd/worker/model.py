@@ -283,7 +283,7 @@ def load_model(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below: the error would name none of them
             )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"weights of {str(spec.path)!r} cannot be loaded: {' '.join(str(error).split())[:300]}"
         ) from error

@@ -36,7 +36,10 @@ SUITES = {
     ),
     "worker and server": (
         [
-            *(TESTS / f"worker/test_{name}_on_cuda.py" for name in ("attention", "engine", "images", "steps", "windows")),
+            *(
+                TESTS / f"worker/test_{name}_on_cuda.py"
+                for name in ("attention", "engine", "images", "steps", "windows")
+            ),
             TESTS / "worker/memory/test_shared_frames.py",
             TESTS / "cache/test_tiers_on_cuda.py",
             TESTS / "server/test_generate_on_cuda.py",

@@ -89,5 +89,7 @@ def _mergeable(linears: Sequence[object]) -> bool:
     if not all(type(linear) is nn.Linear for linear in linears):  # a subclass computes something else
         return False
     plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
+    if any(type(parameter) is not nn.Parameter for linear in plain for parameter in linear.parameters()):
+        return False  # quantised weights have numbers of their own beside them
     kinds = {(linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None) for linear in plain}
     return len(kinds) == 1 and len({id(linear) for linear in plain}) == len(plain)

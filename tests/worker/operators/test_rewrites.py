@@ -348,3 +348,18 @@ def test_mlps_with_formulas_of_their_own_are_merged_and_not_compiled(name: str) 
     assert len(replaced) == (0 if name == "falcon_h1" else 2), "those without the sparsity"
     for undo in reversed(fused.undo):
         undo()
+
+
+class Quantised(torch.Tensor):
+    """Stands for the weights of a package that quantises them: numbers that mean nothing without others beside them."""
+
+
+def test_quantised_weights_are_not_merged() -> None:
+    model = Clamped()
+    for linear in (model.gate_proj, model.up_proj):
+        linear.weight = torch.nn.Parameter(linear.weight.data.as_subclass(Quantised), requires_grad=False)
+    inputs = torch.randn(3, 16)
+    with torch.inference_mode():
+        assert rewrite(model, "merged", lambda: model(inputs)).operators == "merged"
+    assert all(type(linear.weight) is Quantised for linear in (model.gate_proj, model.up_proj))
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]

@@ -142,6 +142,12 @@ def test_weights_that_are_not_there(directory):
         load_model(spec)
 
 
+def test_quantised_weights_whose_package_is_missing(directory):
+    spec = spec_of(edit(directory, quantization_config={"quant_method": "gptq", "bits": 4}))
+    with pytest.raises(ModelError, match=r"cannot be loaded: .*GPTQ.*requires"):
+        load_model(spec)
+
+
 def test_weights_of_another_shape(directory):
     with pytest.raises(ModelError) as caught:
         load_model(spec_of(edit(directory, intermediate_size=128)))

@@ -83,9 +83,9 @@ class WorkerSettings(Section):
     """Tokens of one cached block; more where a block must fill whole chunks of memory, see `prefixd stats`."""
     block_padding: Literal["auto", "none", "any"] = "auto"
     """How much padding the KV of a token may have so that short blocks fill whole chunks of memory. auto: up
-    to 15%, and what blocks of 64 tokens need if that is not enough, up to 200%. none: blocks take the least memory, and
-    only prompts longer than a block are found again. any: blocks have block_tokens, whatever it costs. Other tiers
-    hold no padding, except with kv = "paged"."""
+    to 15%, and what blocks of 64 tokens need if that is not enough, up to 200% or 32 KiB a token in each KV group.
+    none: blocks take the least memory, and only prompts longer than a block are found again. any: blocks have
+    block_tokens, whatever it costs. Other tiers hold no padding, except with kv = "paged"."""
     layout: Literal["token", "layer"] = "token"
     """How KV lies in memory: all layers of a token together, or each layer apart."""
     kv: Literal["virtual", "paged"] = "virtual"

@@ -32,6 +32,9 @@ CUDA_CHUNK_BYTES = 2 << 20
 LOW_PADDING = 0.15
 SHORT_BLOCK = 64
 MOST_PADDING = 2.0
+SMALL_TOKEN = CUDA_CHUNK_BYTES // SHORT_BLOCK
+"""Bytes of memory of a token in a group, 32 KiB, that are few whatever part of them is padding: a quarter of Llama 3
+8B's."""
 
 
 def choose_blocks(asked: Sequence[KvGeometry], chunk_bytes: int, padding: Padding) -> list[KvGeometry]:
@@ -44,8 +47,9 @@ def choose_blocks(asked: Sequence[KvGeometry], chunk_bytes: int, padding: Paddin
     - ``"none"``: the fewest tokens without padding, for the least memory.
     - ``"any"``: the tokens asked for, whatever the padding.
     - ``"auto"``: the fewest tokens with at most `LOW_PADDING`. If these are more than `SHORT_BLOCK`, the least padding
-      of blocks of up to `SHORT_BLOCK` tokens, unless it is above `MOST_PADDING`, as in the layout "layer", where each
-      layer has pieces of its own, or unless more than `SHORT_BLOCK` tokens are asked for.
+      of blocks of up to `SHORT_BLOCK` tokens. Unless it is above `MOST_PADDING` and a token takes more than
+      `SMALL_TOKEN` in a group, as in the layout "layer", where each layer has pieces of its own; or unless more than
+      `SHORT_BLOCK` tokens are asked for.
     """
     tokens = asked[0].block_tokens
     step = math.lcm(*(math.lcm(each.piece_token_bytes, chunk_bytes) // each.piece_token_bytes for each in asked))
@@ -58,7 +62,11 @@ def choose_blocks(asked: Sequence[KvGeometry], chunk_bytes: int, padding: Paddin
         candidates = sorted({*(_round_up(tokens, 1 << power) for power in range(exact.bit_length())), exact})
         costs = {each: padding_share(pad_to_chunks(asked, each, chunk_bytes)) for each in candidates if each <= exact}
         chosen = next(each for each, cost in costs.items() if cost <= LOW_PADDING)
-        short = {each: cost for each, cost in costs.items() if each <= SHORT_BLOCK and cost <= MOST_PADDING}
+        short = {
+            each: cost
+            for each, cost in costs.items()
+            if each <= SHORT_BLOCK and (cost <= MOST_PADDING or _is_small(pad_to_chunks(asked, each, chunk_bytes)))
+        }
         if chosen > SHORT_BLOCK and short:
             chosen = min(short, key=short.__getitem__)
     return pad_to_chunks(asked, chosen, chunk_bytes)
@@ -115,6 +123,10 @@ def chunk_rule(geometry: KvGeometry, chunk_bytes: int) -> str:
         f"a token takes {_exact(geometry.piece_token_bytes)}{where} and {parts} must fill whole chunks of "
         f"{_exact(chunk_bytes)} (lcm {_exact(least)})"
     )
+
+
+def _is_small(groups: Sequence[KvGeometry]) -> bool:
+    return all(each.token_memory <= SMALL_TOKEN for each in groups)
 
 
 def _stride(geometry: KvGeometry, tokens: int, chunk_bytes: int) -> int:

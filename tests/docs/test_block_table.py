@@ -19,6 +19,14 @@ _FURTHER = {
     "gpt-oss-120b": (LayerGroup(18, 8, 64), LayerGroup(18, 8, 64)),
     "jamba-1.5-mini": (LayerGroup(4, 8, 128),),
     "qwen3-next-80b": (LayerGroup(12, 2, 256),),
+    "bamba-9b": (LayerGroup(3, 8, 128),),
+    "gemma-3-270m": (LayerGroup(3, 1, 256), LayerGroup(15, 1, 256)),
+    "gemma-3n-e2b": (LayerGroup(4, 2, 256), LayerGroup(16, 2, 256)),
+    "lfm2-1.2b": (LayerGroup(6, 8, 64),),
+    "llama-3.2-11b-vision": (LayerGroup(32, 8, 128),),
+    "llama-4-scout": (LayerGroup(12, 8, 128), LayerGroup(36, 8, 128)),
+    "nemotron-h-8b": (LayerGroup(4, 8, 128),),
+    "recurrentgemma-2b": (LayerGroup(8, 1, 256),),
 }
 _ALL = {model.name: model.groups for model in MODELS.values() if model.element_bytes == 2} | _FURTHER
 

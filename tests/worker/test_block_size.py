@@ -14,6 +14,7 @@ from prefixd_swap.block_size import (
     LOW_PADDING,
     MOST_PADDING,
     SHORT_BLOCK,
+    SMALL_TOKEN,
     choose_blocks,
     explain_blocks,
     fill_chunks,
@@ -90,9 +91,11 @@ def test_the_rule_keeps_its_promises_for_any_groups(groups, asked, layout, chunk
     assert not padding_share(none)
     assert any_[0].block_tokens == asked <= auto[0].block_tokens <= none[0].block_tokens
     tokens, share = auto[0].block_tokens, padding_share(auto)
-    assert share <= LOW_PADDING or (share <= MOST_PADDING and tokens <= SHORT_BLOCK)
+    small = all(each.token_memory <= SMALL_TOKEN for each in auto)
+    assert share <= LOW_PADDING or (tokens <= SHORT_BLOCK and (share <= MOST_PADDING or small))
     if tokens > SHORT_BLOCK >= asked and chunk_bytes % SHORT_BLOCK == 0:
-        assert padding_share(pad_to_chunks(groups, SHORT_BLOCK, chunk_bytes)) > MOST_PADDING
+        short = pad_to_chunks(groups, SHORT_BLOCK, chunk_bytes)
+        assert padding_share(short) > MOST_PADDING and max(each.token_memory for each in short) > SMALL_TOKEN
 
 
 @pytest.mark.parametrize(

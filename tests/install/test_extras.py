@@ -62,6 +62,21 @@ def test_every_command_explains_itself(client: Environment) -> None:
     assert {"serve", "demo", "plan", "stats", "config show", "tier resize"} <= set(client.program(HELP).splitlines())
 
 
+def test_the_wheel_has_every_file_of_the_packages(client: Environment) -> None:
+    """Also those that are no Python: the kernel for pages, tables of attention's costs, `py.typed`."""
+    root = Path(__file__).parents[2]
+    (installed,) = client.folder.glob("lib/python*/site-packages")
+    folders = [root / "prefixd", root / "swap" / "prefixd_swap", root / "scheduler" / "prefixd_scheduler"]
+    ours = {
+        file.relative_to(folder.parent)
+        for folder in folders
+        for file in folder.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert Path("prefixd_swap/copies/page_moves.ptx") in ours
+    assert not {str(file) for file in ours if not (installed / file).is_file()}
+
+
 def test_it_has_nothing_that_only_daemons_need(client: Environment) -> None:
     (packages,) = client.folder.glob("lib/python*/site-packages")
     assert (packages / "numpy").is_dir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -253,7 +254,7 @@ class _Lane:
                 self._cuda.call(self._call, to + offset, at + offset, nbytes, self._stream)
 
     def _copy_rows(self, copies: Sequence[RowColumns]) -> None:
-        for each in copies:
+        for each in itertools.chain.from_iterable(columns.joined() for columns in copies):
             for to, at in zip(each.to.tolist(), each.at.tolist(), strict=True):
                 pitches = each.to_pitch, each.from_pitch
                 host, device, host_pitch, device_pitch = (

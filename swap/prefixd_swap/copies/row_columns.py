@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,16 @@ class RowColumns:
         for run in part.runs():
             to, at = columns.to + run.padded, columns.at + run.packed
             yield cls(to, at, run.width, run.rows, part.stride, run.width, columns.to_device, columns.from_device)
+
+    def joined(self) -> Iterator[RowColumns]:
+        """The same rows in fewer copies: neighbours in the list that continue each other on both sides are one."""
+        goes_on = np.diff(self.to) == self.rows * self.to_pitch
+        goes_on &= np.diff(self.at) == self.rows * self.from_pitch
+        first = np.flatnonzero(np.append(len(self.to) > 0, ~goes_on))
+        counts = np.diff(np.append(first, len(self.to)))
+        for count in np.unique(counts).tolist():
+            some = first[counts == count]
+            yield replace(self, to=self.to[some], at=self.at[some], rows=count * self.rows)
 
     def flat(self) -> AddressColumns:
         """A copy for each row."""

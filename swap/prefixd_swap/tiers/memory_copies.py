@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
+from prefixd_swap.block_layers import BlockLayers
 from prefixd_swap.copies.address_columns import AddressColumns
 from prefixd_swap.copies.copy_engine import CopyEngine
 from prefixd_swap.copies.row_columns import RowColumns
@@ -86,10 +87,7 @@ class MemoryCopies:
                 f"slots {out.shape} cannot be copied to slots {into.shape} in parts of {list(nbytes)} bytes; give two "
                 "arrays [blocks, parts]"
             )
-        path = self.path(source, target)
-        if not self._transfers.has_path(path):
-            self._transfers.add_device(path, self._limits, threads=False)
-            self._transfers.add_path(path, path)
+        path = self._add_path(source, target)
         blocks, block_bytes = len(out), sum(nbytes)
         at_least = self._limits.in_flight
         small = piece_items(block_bytes, blocks, at_least=at_least, most_bytes=min(PIECE_BYTES, self._piece_bytes))
@@ -136,3 +134,79 @@ class MemoryCopies:
             count=-(-blocks // small),
             deadline_s=deadline_s,
         )
+
+    def submit_layers(
+        self,
+        source: MemoryTier,
+        out: Int64s,
+        target: MemoryTier,
+        into: Int64s,
+        layers: BlockLayers,
+        slabs: Sequence[tuple[int, int]],
+        arrived: Callable[[int], None],
+        urgency: Urgency,
+        *,
+        padded: bool,
+    ) -> BlockTransfer[None]:
+        """Starts to copy n blocks of one part, the first layers of all of them first.
+
+        Args:
+            source: the tier to copy from.
+            out: the slots in it, [n].
+            target: the tier to copy to.
+            into: the slots in it, [n].
+            layers: how the layers lie in a block.
+            slabs: the first layer of each slab, and the one behind its last, in order; together all layers.
+            arrived: called on the event loop with the number of layers of all blocks that are in `target`, after each
+                slab before which all have come, the last one included.
+            urgency: see `Urgency`.
+            padded: tokens are padded in the nearer of the two tiers, and packed in the other one; else alike in both.
+
+        Returns:
+            A transfer whose blocks have come all together or not at all.
+        """
+        path, blocks = self._add_path(source, target), len(out)
+        sources, targets = source.addresses(out), target.addresses(into)
+        to_padded, from_padded = (
+            not padded or near.level < far.level for near, far in ((target, source), (source, target))
+        )
+        sizes = [layers.nbytes * (last - first) // layers.layers for first, last in slabs]
+        steps = [piece_items(size, blocks, most_bytes=self._piece_bytes) for size in sizes]
+        left = [-(-blocks // step) for step in steps]  # pieces of each slab that have not ended
+        count, come = sum(left), 0
+
+        async def copy(slab: int, some: slice, last_piece: bool) -> list[None]:
+            nonlocal come
+            to, at = (layers.rows(*slabs[slab], padded=side) for side in (to_padded, from_padded))
+            columns = RowColumns(
+                *(targets[some] + to.offset, sources[some] + at.offset, to.width, to.rows, to.pitch, at.pitch),
+                *(target.on_device, source.on_device),
+            )
+            await self._engine.copy_rows([columns])
+            left[slab] -= 1
+            before = come
+            while come < len(slabs) and not left[come]:
+                come += 1
+            if come > before:
+                arrived(slabs[come - 1][1])
+            return [None] * (blocks if last_piece else 0)
+
+        def pieces() -> Iterator[tuple[int, Piece[list[None]]]]:
+            made = 0
+            for slab, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+                for start in range(0, blocks, step):
+                    made += 1
+                    some = slice(start, min(start + step, blocks))
+                    work = partial(copy, slab, some, made == count)
+                    yield blocks if made == count else 0, Piece((some.stop - some.start) * size, work, True)
+
+        nbytes = blocks * layers.nbytes
+        return BlockTransfer(self._transfers, path, pieces(), urgency, blocks=blocks, nbytes=nbytes, count=count)
+
+    def _add_path(self, source: MemoryTier, target: MemoryTier) -> str:
+        """The path of a direction, with a device of its own."""
+        path = self.path(source, target)
+        if not self._transfers.has_path(path):
+            self._transfers.add_device(path, self._limits, threads=False)
+            self._transfers.add_path(path, path)
+        return path

@@ -46,6 +46,28 @@ def test_packed_are_the_bytes_of_the_rows_in_order(part: PaddedRows) -> None:
     assert packed.tolist() == padded[is_row(part)].tolist()
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 7]), max_size=8),
+    *(st.integers(1, 4), st.integers(1, 9), st.integers(0, 3), st.integers(0, 3)),
+)
+def test_neighbours_that_continue_each_other_are_one_copy(
+    gaps: list[int], rows: int, width: int, to_padding: int, from_padding: int
+) -> None:
+    """A gap of 0: the next copy continues the one before; 7: on one side alone."""
+    to_pitch, from_pitch = width + to_padding, width + from_padding
+    to, at = [0], [1000]
+    for gap in gaps:
+        to.append(to[-1] + rows * to_pitch + gap * (gap != 7))
+        at.append(at[-1] + rows * from_pitch + gap)
+    columns = RowColumns(np.array(to), np.array(at), width, rows, to_pitch, from_pitch)
+    joined = list(columns.joined())
+    assert sum(len(each.to) for each in joined) == 1 + sum(gap > 0 for gap in gaps)
+    apart = [row for each in joined for row in each.flat().rows()]
+    assert sorted(apart) == columns.flat().rows()
+    assert not list(RowColumns(*np.zeros((2, 0), np.int64), width, rows, to_pitch, from_pitch).joined())
+
+
 @pytest.fixture
 def engine(device: str) -> Iterator[CopyEngine]:
     created = create_copy_engine(device, threads=2)

@@ -10,6 +10,7 @@ from prefixd.base.rules.rules import RecurrentState, Window
 from prefixd.cache import PartSpec
 from prefixd.cache.rules.in_blocks import in_blocks
 from prefixd.worker_protocol.protocol import GroupShape, Hello, Need, passed_blocks
+from prefixd_swap.block_layers import BlockLayers
 from prefixd_swap.group_shape import STRIDE_BYTES
 from prefixd_swap.padded_rows import PaddedRows
 
@@ -39,6 +40,8 @@ class KvShape:
         image_frames: of the keys and values of an image, which are in no block of a prompt; see `Hello.image_group`.
         mapped_ahead: the worker maps memory beside its steps, so that it is told what will be wanted (`Expect`).
         embeds: images have embeddings, in frames each.
+        layers: how the layers lie in a block, of a model whose prefixes can be loaded layer by layer. All its
+            layers keep everything, and a block is one slot. None for others.
     """
 
     groups: tuple[GroupShape, ...]
@@ -50,6 +53,7 @@ class KvShape:
     image_frames: int = 0
     mapped_ahead: bool = False
     embeds: bool = False
+    layers: BlockLayers | None = None
 
     @classmethod
     def of(cls, hello: Hello, step_tokens: int) -> KvShape:
@@ -58,8 +62,10 @@ class KvShape:
         margin, pages = hello.window_margin, hello.whole_pages
         ahead = hello.device != "cpu" and not pages
         embeds = hello.images is not None and hello.image_group is None
-        needs = hello.needs
-        return cls(hello.groups, hello.block_tokens, margin, step_tokens, needs, pages, image_frames, ahead, embeds)
+        return cls(
+            *(hello.groups, hello.block_tokens, margin, step_tokens, hello.needs, pages, image_frames, ahead, embeds),
+            _layers_of(hello),
+        )
 
     @cached_property
     def token_groups(self) -> tuple[GroupShape, ...]:
@@ -189,6 +195,18 @@ class KvShape:
                         rows = PaddedRows(frame_bytes, STRIDE_BYTES, frame_bytes)
                     nbytes = rows.packed_bytes
                 yield PartSpec(name, 0, nbytes, group.rule, rows)
+
+
+def _layers_of(hello: Hello) -> BlockLayers | None:
+    """As `KvShape.layers`."""
+    group = hello.groups[0]
+    if len(hello.groups) > 1 or group.rule is not None or hello.images is not None or not hello.token_bytes:
+        return None
+    if group.frames > 1 and not hello.whole_pages:
+        return None
+    layer_bytes = hello.token_bytes // group.layers
+    stride = group.token_stride or (hello.token_bytes if hello.layout == "token" else layer_bytes)
+    return BlockLayers(group.layers, hello.block_tokens, layer_bytes, stride, hello.layout)
 
 
 ONE_FRAME = KvShape((GroupShape("attention", None, 1, 1),), 1)

@@ -291,7 +291,7 @@ class StateStats(_message.Message):
     def __init__(self, kept_states: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., resumed_runs: _Optional[int] = ..., resumed_tokens: _Optional[int] = ..., runs_without_room: _Optional[int] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
-    __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests", "swapped_requests", "recomputed_requests", "swapped_blocks", "recomputed_tokens", "load_decisions", "cut_loads", "split_loads", "abandoned_loads", "load_spent_s", "load_regret_s")
+    __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests", "swapped_requests", "recomputed_requests", "swapped_blocks", "recomputed_tokens", "load_decisions", "cut_loads", "split_loads", "abandoned_loads", "load_spent_s", "load_regret_s", "layerwise_loads")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +307,7 @@ class SchedulerStats(_message.Message):
     ABANDONED_LOADS_FIELD_NUMBER: _ClassVar[int]
     LOAD_SPENT_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_REGRET_S_FIELD_NUMBER: _ClassVar[int]
+    LAYERWISE_LOADS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     waiting_requests: int
     finished_requests: int
@@ -322,7 +323,8 @@ class SchedulerStats(_message.Message):
     abandoned_loads: int
     load_spent_s: float
     load_regret_s: float
-    def __init__(self, policy: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., preempted_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., swapped_requests: _Optional[int] = ..., recomputed_requests: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., load_decisions: _Optional[int] = ..., cut_loads: _Optional[int] = ..., split_loads: _Optional[int] = ..., abandoned_loads: _Optional[int] = ..., load_spent_s: _Optional[float] = ..., load_regret_s: _Optional[float] = ...) -> None: ...
+    layerwise_loads: int
+    def __init__(self, policy: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., preempted_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., swapped_requests: _Optional[int] = ..., recomputed_requests: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., load_decisions: _Optional[int] = ..., cut_loads: _Optional[int] = ..., split_loads: _Optional[int] = ..., abandoned_loads: _Optional[int] = ..., load_spent_s: _Optional[float] = ..., load_regret_s: _Optional[float] = ..., layerwise_loads: _Optional[int] = ...) -> None: ...
 
 class ModelStats(_message.Message):
     __slots__ = ("name", "namespace", "worker", "scheduler", "held_bytes")

@@ -12,6 +12,7 @@ import torch
 from prefixd.worker.attention.choice.backend_choice import choose_attention
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.engine import Engine
+from prefixd.worker.layer_gate import Mailbox
 from prefixd.worker.load_graphs import load_graphs
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
@@ -30,6 +31,7 @@ from prefixd.worker_protocol.protocol import (
     Expect,
     Extend,
     Grow,
+    Layers,
     Memory,
     Ping,
     Pong,
@@ -127,11 +129,13 @@ def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames,
     Messages are also handled while the device computes, so that their frames are mapped meanwhile.
     """
     ended = False
+    mailbox = Mailbox(connection, lambda message: frames.grow(message, connection.socket))
+    engine.listen = mailbox.listen
 
     def take(timeout_s: float | None = 0.0) -> None:
         nonlocal ended
-        while not ended and connection.poll(timeout_s):
-            message = connection.receive()
+        while not ended and mailbox.poll(timeout_s):
+            message = mailbox.receive()
             timeout_s = 0.0
             if isinstance(message, Shutdown):
                 ended = True
@@ -149,22 +153,24 @@ def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames,
                 for done in _take(engine, message):
                     connection.send(done)
 
-    while not ended:
+    while not ended:  # after Shutdown no step: it could wait for layers that do not come any more
+        for answer in engine.step(take if engine.asynchronous else None):
+            connection.send(answer)
         if engine.runnable:
             take()
         else:
             for answer in engine.flush():
                 connection.send(answer)
             take(None)
-        for answer in engine.step(take if engine.asynchronous else None):
-            connection.send(answer)
 
 
-def _take(engine: Engine, message: Start | Extend | Arrived | Cancel) -> list[Step | Done]:
+def _take(engine: Engine, message: Start | Extend | Arrived | Layers | Cancel) -> list[Step | Done]:
     if isinstance(message, Start):
         return engine.start(message)
     if isinstance(message, Extend):
         return engine.extend(message)
     if isinstance(message, Arrived):
         return engine.arrived(message)
+    if isinstance(message, Layers):
+        return engine.layers(message)
     return engine.cancel(message)

@@ -13,14 +13,16 @@ from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.decoding.run import Run, check_arrived
 from prefixd.worker.graphs.captured import Span
 from prefixd.worker.graphs.pass_graphs import PassGraphs
+from prefixd.worker.layer_gate import LayerGate, Listen, PassDroppedError
 from prefixd.worker.memory.embedding_memory import EmbeddingMemory
+from prefixd.worker.memory.grouped_kv import places
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
 from prefixd.worker.pass_queue import PassQueue, QueuedPass, pass_by
 from prefixd.worker.runs import Runs, failure
 from prefixd.worker.step_plan import StepPart, StepPlanner, with_proposals
 from prefixd.worker_protocol.errors import RequestError
-from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Expect, Extend, Start, Step
+from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Expect, Extend, Layers, Start, Step
 from prefixd_swap.errors import SwapError
 from prefixd_swap.vtensor import VirtualTensor
 
@@ -47,7 +49,12 @@ class Engine:
     draft: proposes tokens for sampled requests. Of a beam search it computes only the prompt.
     ahead: queue a pass before the tokens of the last one are read; not with a draft.
     embeddings: memory of images' embeddings, for a model that keeps them.
+
+    Attributes:
+        listen: waits for layers of cached blocks that are on their way. None: their request waits for all of them.
     """
+
+    listen: Listen | None = None
 
     def __init__(
         self,
@@ -74,6 +81,7 @@ class Engine:
         self._computing = False
         self._later: list[Done] = []  # for requests that end after the present pass
         self._passes = PassQueue(kv, self._runs, draft, clock)
+        self._layer_places = {layer: place for layer, (_, place) in places(model.spec.groups.own.attention).items()}
 
     @property
     def asynchronous(self) -> bool:
@@ -121,6 +129,13 @@ class Engine:
                 run.arrive(first, first + blocks * self._block_tokens)
         return self.poll()
 
+    def layers(self, message: Layers) -> list[Step | Done]:
+        """More layers of a request's cached blocks have come."""
+        run = self._runs.get(message.id)
+        if isinstance(run, Run) and run.loading:
+            run.note_layers(message.layers)
+        return self.poll()
+
     def expect(self, message: Expect) -> None:
         """Have frames mapped that a request will probably want."""
         self._kv.expect(message.frames)
@@ -145,11 +160,19 @@ class Engine:
         parts = self._planner.plan()
         if not parts:
             return [*self._passes.report(self._passes.sampled()), *self.poll()]
+        if parts[0].run.loading and (self.listen is None or self._passes.sampled()):
+            # Its pass waits for layers, and tokens that were sampled before must not.
+            return [*self._passes.report(self._passes.sampled()), *self.poll()]
         if self._draft is not None:
             parts = with_proposals(parts, self._draft)
         at_once = not self._ahead or any(isinstance(part.run, BeamRun) for part in parts)
         self._computing = at_once
-        self._queue(parts, started)
+        try:
+            self._queue(parts, started)
+        except PassDroppedError:
+            self._computing = False
+            self._runs.close(parts[0].run, Done(parts[0].run.id, "cancelled"))
+            return self.poll()
         self._kv.map_ahead()
         if meanwhile is not None:
             meanwhile()
@@ -221,7 +244,8 @@ class Engine:
                 rows += range(len(tokens) - part.wanted, len(tokens))
         unread = self._passes.unread_tokens(parts)
         embeds = self._model.images is not None and any(_embeds(part.member) for part in parts)
-        if (graphs := self._graphs) is not None and not embeds:
+        gate = self._gate(parts[0].run)
+        if (graphs := self._graphs) is not None and gate is None and not embeds:
             spans = [Span(cast(VirtualTensor, part.member.memory).row, part.start, part.rows) for part in parts]
             if (logits := graphs.run(tokens, spans, rows, unread)) is not None:
                 return logits
@@ -229,7 +253,13 @@ class Engine:
         for index, part in enumerate(parts):
             if part.kept is not None:
                 segments[index] = replace(segments[index], keep=part.kept.positions)
-        return self._model.forward(tokens, self._kv.step(segments), rows, unread)
+        return self._model.forward(tokens, self._kv.step(segments), rows, unread, None if gate is None else gate.wait)
+
+    def _gate(self, run: Run | BeamRun) -> LayerGate | None:
+        """Holds the pass of a run alone whose layers still come."""
+        if not isinstance(run, Run) or not run.loading or self.listen is None:
+            return None
+        return LayerGate(run, self._layer_places, self.listen)
 
     def _end(self, run: Run | BeamRun, done: Done) -> None:
         if self._computing:

@@ -76,13 +76,20 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Sequence[int], step: StepKv, wanted: Sequence[int], unread: UnreadTokens | None = None
+        self,
+        tokens: Sequence[int],
+        step: StepKv,
+        wanted: Sequence[int],
+        unread: UnreadTokens | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Compute a pass's tokens, writing their KV, and return the logits of some of them.
 
         tokens: the ids of all segments' tokens, one segment after the other.
         wanted: rows of that batch. Returns [len(wanted), vocab_size]; on CUDA the work may still be queued.
         unread: those of the tokens that the host has not read.
+        before_layer: called with each attention layer's number before its cached keys and values are read. An error
+            that it raises ends the pass.
         """
         rows = _padded(len(tokens))
         positions = [position for segment in step.segments for position in range(segment.start, segment.stop)]
@@ -94,12 +101,12 @@ class CausalModel:
         embeddings = self._embeddings(ids[0:1], step.segments)
         with self._recurring(step.segments):
             if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
-                self._model.base_model(**self._arguments(ids[0:1], places, step, embeddings))
+                self._model.base_model(**self._arguments(ids[0:1], places, step, embeddings, before_layer))
                 return torch.empty(0, self.spec.vocab_size, device=self.spec.device)
             keep = to_device(
                 [*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))], torch.int64, self.spec.device
             )
-            return self._logits(ids[0:1], places, step, keep, embeddings)[: len(wanted)]
+            return self._logits(ids[0:1], places, step, keep, embeddings, before_layer)[: len(wanted)]
 
     @torch.inference_mode()
     def captured(self, step: CapturedStep) -> torch.Tensor:
@@ -113,8 +120,9 @@ class CausalModel:
         step: StepKv,
         keep: torch.Tensor,
         embeddings: torch.Tensor | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        arguments = self._arguments(ids, positions, step, embeddings)
+        arguments = self._arguments(ids, positions, step, embeddings, before_layer)
         logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits
         return logits[0]
 
@@ -149,11 +157,16 @@ class CausalModel:
         return places
 
     def _arguments(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: StepKv, embeddings: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepKv,
+        embeddings: torch.Tensor | None,
+        before_layer: Callable[[int], None] | None,
     ) -> dict[str, Any]:
         arguments = {
             **({"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}),
-            self._cache_argument: StepCache(step, positions, self._layers),
+            self._cache_argument: StepCache(step, positions, self._layers, before_layer),
             "use_cache": True,
         }
         if self._positions:

@@ -146,8 +146,8 @@ class Runs:
 
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy the KV of the tokens behind the cached blocks that both have in common and `parent` has computed."""
-        if parent is None or not self._model.spec.groups.plain:
-            return  # a state cannot be cut to the common tokens, and windows may have released their KV
+        if parent is None or not self._model.spec.groups.plain or parent.loading:
+            return  # a state cannot be cut to the common tokens, windows may have released their KV, or it has not come
         child = run if isinstance(run, Run) else run.prompt
         source = parent if isinstance(parent, Run) else parent.prompt
         first = child.computed

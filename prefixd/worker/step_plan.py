@@ -142,13 +142,14 @@ class StepPlanner:
 
     def _ready(self) -> list[tuple[Run | BeamRun, Run | Beam, int]]:
         """The members with tokens to compute, and how many, of runs that have memory for them; waits for a mapping if
-        no run has.
+        no run has. A run whose layers still come is alone, and only if there is no other: its pass waits for them.
 
         A request that decodes goes on while memory for later tokens is being mapped.
         """
         kv = self._kv
         ready: list[list[tuple[Run | BeamRun, Run | Beam, int]]] = []
         waiting: list[list[tuple[Run | BeamRun, Run | Beam, int]]] = []
+        loading: list[list[tuple[Run | BeamRun, Run | Beam, int]]] = []
         for run in self._runs:
             counts, mapped = [], True
             for member in run.members:
@@ -156,9 +157,9 @@ class StepPlanner:
                     counts.append((run, member, count))
                     mapped = mapped and kv.ready(member.memory, member.computed + count)
             if counts:
-                (ready if mapped else waiting).append(counts)
+                (loading if run.loading else ready if mapped else waiting).append(counts)
         usable: list[tuple[Run | BeamRun, Run | Beam, int]] = []
-        for counts in ready or waiting:
+        for counts in ready or waiting or loading[:1]:
             try:
                 for _, member, count in counts:
                     kv.wait(member.memory, member.computed + count)

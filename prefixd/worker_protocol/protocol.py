@@ -5,7 +5,7 @@ The order of a conversation (``>`` from the worker, ``<`` from the daemon)::
     > Hello     the model's needs; from its configuration alone, so the daemon can size its memory early
     < Memory    followed on the same socket by the GPU tier's descriptors (`prefixd_swap.vmem.send_export`)
     > Ready     memory attached, weights loaded
-    < Start, Extend, Arrived, Cancel   at any time from here on
+    < Start, Extend, Arrived, Layers, Cancel   at any time from here on
     < Expect    a request will probably start
     < Grow      more frames; followed on the same socket by their descriptors, and before any message that names them
     < Shrink    unmap frames that no request has
@@ -416,6 +416,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         the first frame of each group. The run alone fills those from `cached_blocks` on. Before them, -1 stands where
         the rule of a group needs nothing. In a beam search, the blocks behind the prompt's are for beams, in any order
         (`blocks_needed`).
+    loading: layers of some cached blocks are still on their way: `Layers` says how many have come. For models with one
+        group of full attention, and not for beam searches, images and drafts.
     fork_of: a request that may still run and has tokens in common with this one: the KV that it has computed of them
         behind the cached blocks is copied, not computed again. -1: none.
     sampling: of the sequence, with `max_tokens`, in which the tokens of earlier runs count, and a seed; no `stop`.
@@ -429,6 +431,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cached_blocks: int
     frames: list[int]
     sampling: Sampling
+    loading: bool = False
     fork_of: int = -1
     state: StateFrames | None = None
     images: list[PromptImage] = []
@@ -470,6 +473,19 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     frames: list[int]
 
 
+class Layers(msgspec.Struct, frozen=True, tag=True):
+    """More layers of the cached blocks of a request have come (`Start.loading`). Ignored if the request has ended.
+
+    The worker computes a layer only when it has come. If the rest does not come, Cancel ends the request, and the pass
+    that waits for it is dropped.
+
+    layers: of all cached blocks, the first so many layers are in memory.
+    """
+
+    id: int
+    layers: int
+
+
 class Expect(msgspec.Struct, frozen=True, tag=True):
     """A request that waits for a place will probably start with these frames, which the worker may map beside its
     steps until then. It may not start, or start with others.
@@ -499,7 +515,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = Hello | Ready | Note | Step | Done | Shrunk | Pong | Failed
-ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Expect | Cancel | Ping | Shutdown
+ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Layers | Expect | Cancel | Ping | Shutdown
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_fields)

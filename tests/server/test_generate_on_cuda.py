@@ -90,6 +90,7 @@ def remote(launch: Callable[..., Remote], wide_model: Path) -> Iterator[Remote]:
         "cpu.bytes": "128MiB",
         "disk.bytes": "256MiB",
         "scheduler.load": "always",
+        "worker.layerwise_loads": "always",
     }
     program: dict[str, Any] = {"program": ("-c", _STAND_IN_DAEMON)} if STAND_IN else {}
     started = launch(settings, start_timeout_s=300.0, **program)
@@ -131,6 +132,7 @@ def test_every_tier_and_a_restart_give_the_same_answer(remote: Remote, prompt: C
     on_cpu = ask()
     assert on_cpu.hits == (0, cached, 0)
     assert on_cpu.tokens == on_gpu.tokens
+    assert remote.stats().scheduler.layerwise_loads == 1
 
     together = remote.sequences(tokens, n=2, seed=3)
     assert [len(answer.tokens) for answer in together] == [12, 12]

@@ -25,7 +25,7 @@ from prefixd.serving.models.tier_resize import TierResize
 from prefixd.serving.models.worker_process import WorkerProcess
 from prefixd.serving.request.request import Request
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
-from prefixd_swap import CopyEngine, FrameId, FramePool, NewFrames, Span, create_copy_engine
+from prefixd_swap import CopyEngine, FrameId, FramePool, NewFrames, Span, SwapError, create_copy_engine
 from prefixd_swap.tiers import PagedGpuTier
 from tests.rig import OpenCache
 from tests.serving.fake_worker import BLOCK, GEOMETRY, MODELS, FakeRun, FakeWorker
@@ -46,6 +46,8 @@ class Gate(CopyEngine):
         self.waiting = 0
         self.pass_on = 0
         """So many copies go on though it is shut."""
+        self.error: SwapError | None = None
+        """Copies that have waited fail with it."""
 
     async def copy(self, pairs: Sequence[tuple[Span, Span]]) -> None:
         if not self.open.is_set() and self.pass_on:
@@ -54,6 +56,8 @@ class Gate(CopyEngine):
             self.waiting += 1
             await self.open.wait()
             self.waiting -= 1
+            if self.error is not None:
+                raise self.error
         await self._engine.copy(pairs)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from prefixd.worker_protocol.protocol import (
     Extend,
     GroupShape,
     KeptState,
+    Layers,
     Start,
     Step,
     ToWorker,
@@ -32,6 +33,7 @@ from prefixd_swap import (
     KvGeometry,
     Span,
 )
+from prefixd_swap.block_layers import BlockLayers
 
 BLOCK = 4
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=128, dtype="float32", block_tokens=BLOCK, layout="token")
@@ -40,11 +42,15 @@ PLACEHOLDER = 7
 STEP = 12
 """Most tokens of a request that the worker computes at a time, if the model has windows or states."""
 
+LAYERS = 4
+BLOCK_LAYERS = BlockLayers(LAYERS, BLOCK, GEOMETRY.token_bytes // LAYERS, GEOMETRY.token_bytes)
+
 _FULL = GroupShape("full", None, 2, 1)
 _WINDOW = GroupShape("window", SlidingWindow(7), 2, 2)
 _STATE = GroupShape("state", RecurrentState(), 3, 2)
 MODELS = {
     "plain": KvShape((GroupShape("attention", None, 1, 1),), BLOCK),
+    "layers": KvShape((GroupShape("attention", None, LAYERS, 1),), BLOCK, layers=BLOCK_LAYERS),
     "windows": KvShape((_FULL, _WINDOW), BLOCK, window_margin=2, step_tokens=STEP),
     "windows alone": KvShape((_WINDOW,), BLOCK, step_tokens=STEP),
     "states": KvShape((_FULL, _WINDOW, _STATE), BLOCK, step_tokens=STEP),
@@ -64,6 +70,7 @@ class FakeRun:
     keep: list[KeptState] = field(default_factory=list)
     tail_blocks: int = 0
     arrived: range = range(0)
+    loading: bool = False
 
     def compute(self, reach: int) -> None:
         """It has computed so many tokens, and passes over the blocks that arrived behind them."""
@@ -96,7 +103,9 @@ class FakeWorker:
             assert computed < len(tokens)
             assert not any(image.first < computed < image.first + image.tokens for image in message.images)
             run = FakeRun(message, tokens, list(message.frames), computed, message.generated)
-            self._check_read(run)  # never another prompt's bytes, whatever moved meanwhile
+            run.loading = message.loading
+            if not run.loading:
+                self._check_read(run)  # never another prompt's bytes, whatever moved meanwhile
             if message.state is not None:
                 self._resume(run)
             self.runs[message.id] = run
@@ -116,6 +125,18 @@ class FakeWorker:
                     run.tokens[: (block + 1) * BLOCK], 0
                 )
             run.compute(run.computed)
+
+        elif isinstance(message, Layers) and message.id in self.runs:
+            run = self.runs[message.id]
+            assert run.loading and 0 < message.layers <= LAYERS
+            run.loading = message.layers < LAYERS
+            for block in range(run.start.cached_blocks):
+                filling = np.frombuffer(self._filling(run.tokens[: (block + 1) * BLOCK], 0), np.uint8)
+                come, right = (
+                    data.reshape(BLOCK, LAYERS, -1)[:, : message.layers]
+                    for data in (self._part(self._homes(run, block)[0], 0), filling)
+                )
+                assert np.array_equal(come, right), "the layers that it was told of are there"
 
     def _homes(self, run: FakeRun, block: int) -> list[int]:
         """The frames of a block, -1 where the worker may not look any more."""
@@ -179,6 +200,8 @@ class FakeWorker:
         """A forward pass over these requests (all that run): whole prompts, then a token each, as far as frames go."""
         updates, done, computed = [], [], 0
         for run in [self.runs[r.id] for r in requests] or list(self.runs.values()):
+            if run.loading:
+                continue  # its pass waits
             reach = min(len(run.tokens), self._blocks(run) * BLOCK)
             if run.arrived and run.computed < run.arrived.start * BLOCK:
                 reach = min(reach, run.arrived.start * BLOCK)

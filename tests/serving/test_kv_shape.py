@@ -5,7 +5,9 @@ from __future__ import annotations
 from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import GroupShape
+from prefixd_swap.block_layers import BlockLayers
 from prefixd_swap.padded_rows import PaddedRows
+from tests.hello import hello
 
 FULL = GroupShape("full", None, 2, 1)
 STATE = GroupShape("state", RecurrentState(), 3, 2)
@@ -57,3 +59,20 @@ def test_a_long_prompt_never_needs_all_of_its_windows_at_once() -> None:
     shape = KvShape((FULL, window(64), STATE), 16, step_tokens=32)
     assert shape.most_frames(4) == 2 * 4 + 2 * 2
     assert shape.most_frames(1000) == 1000 + (64 + 2 * 32) // 16 + 3 + 2 * 2
+
+
+def test_layers_can_come_one_after_the_other_where_a_block_is_one_slot_of_one_plain_group() -> None:
+    plain, padded = (
+        GroupShape("attention", None, 4, 1),
+        GroupShape("attention", None, 4, 1, token_bytes=4096, token_stride=6144),
+    )
+    shape = KvShape.of(hello(groups=(plain,), token_bytes=4096), 64)
+    assert shape.layers == BlockLayers(4, 16, 1024, 4096, "token")
+    shape = KvShape.of(hello(groups=(plain,), token_bytes=4096, layout="layer"), 64)
+    assert shape.layers == BlockLayers(4, 16, 1024, 1024, "layer")
+    shape = KvShape.of(hello(groups=(padded,), token_bytes=4096), 64)
+    assert shape.layers == BlockLayers(4, 16, 1024, 6144, "token")
+    pages = GroupShape("attention", None, 4, 3)
+    assert KvShape.of(hello(groups=(pages,), token_bytes=4096, whole_pages=True), 64).layers is not None
+    for groups in ((pages,), (FULL, STATE), (window(64),), (FULL, FULL)):
+        assert KvShape.of(hello(groups=groups, token_bytes=4096), 64).layers is None

@@ -32,7 +32,7 @@ SUITES = {
             HERE / "vtensor/test_vattention.py",
             TESTS / "integrations/engine/test_block_transfers_on_cuda.py",
         ],
-        281,
+        285,
     ),
     "worker and server": (
         [
@@ -44,7 +44,7 @@ SUITES = {
             TESTS / "cache/test_tiers_on_cuda.py",
             TESTS / "server/test_generate_on_cuda.py",
         ],
-        46,
+        48,
     ),
 }
 

@@ -210,6 +210,7 @@ class Rig:
         state: StateFrames | None = None,
         images: Sequence[PromptImage] = (),
         image_frames: Sequence[ImageFrames] | None = None,
+        loading: bool = False,
         **sampling: object,
     ) -> int:
         """Begin a request; with frames for all it may need if none are given."""
@@ -227,6 +228,7 @@ class Rig:
             cached_blocks=cached_blocks,
             frames=list(frames),
             sampling=choice,
+            loading=loading,
             fork_of=fork_of,
             state=state,
             images=list(images),

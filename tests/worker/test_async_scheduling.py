@@ -54,7 +54,11 @@ class LazyStream:
         forward, close, poll, copy, search = model.forward, kv.close, kv.poll, kv.copy, PassQueue._search
 
         def queue_forward(
-            tokens: Sequence[int], step: StepKv, wanted: Sequence[int], unread: UnreadTokens | None = None
+            tokens: Sequence[int],
+            step: StepKv,
+            wanted: Sequence[int],
+            unread: UnreadTokens | None = None,
+            before_layer: None = None,
         ) -> torch.Tensor:
             logits = torch.full((len(wanted), VOCAB), torch.nan)
             self.work.append(lambda: logits.copy_(forward(tokens, step, wanted, unread)))

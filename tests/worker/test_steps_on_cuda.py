@@ -20,7 +20,7 @@ import torch
 from prefixd.worker.model import load_model
 from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker_protocol.protocol import Arrived, Cancel, Expect, Extend, StateFrames
+from prefixd.worker_protocol.protocol import Arrived, Cancel, Expect, Extend, Layers, StateFrames
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.vmem.cuda_driver import open_device
 from tests.worker.conftest import Rig
@@ -147,6 +147,49 @@ def test_loads_beside_steps(make: Make) -> None:
     rig.take(rig.engine.extend(Extend(request, fresh[6:])))
     finish(rig)
     assert (rig.tokens[request], rig.tokens[going]) == (expected, other)
+
+
+@pytest.mark.parametrize("layout", ["token", "layer"])
+def test_layers_come_while_those_before_are_computed(make: Make, layout: str) -> None:
+    """The daemon's stream brings them; the pass waits on the host alone. Then one is cancelled in the middle."""
+    rig = make(layout=layout, frames=60 if layout == "token" else 4)
+    blocks = 3 if layout == "token" else 1
+    length = blocks * rig.block_tokens + 5
+    prompt, home, fresh = random_tokens(7, length), rig.frames(blocks + 1), rig.frames(blocks + 1)
+    expected = alone(rig, prompt, frames=home, max_tokens=4)
+    spec, side = rig.model.spec.geometry, torch.cuda.Stream() if not STAND_IN else None
+    come, heard = 0, list[int]()
+
+    def layers_of(frame: int) -> torch.Tensor:
+        numbers = rig.window(frame)
+        if layout == "layer":
+            return numbers.view(spec.layers, -1)
+        return numbers.view(spec.block_tokens, spec.layers, -1).transpose(0, 1)
+
+    def listen(request: int) -> Layers | None:
+        nonlocal come
+        if come == stop:
+            return None
+        heard.append(come)
+        with torch.cuda.stream(side):
+            for source, target in zip(home[:blocks], fresh[:blocks], strict=True):
+                layers_of(target)[come : come + 4].copy_(layers_of(source)[come : come + 4], non_blocking=True)
+        if side is not None:
+            side.synchronize()
+        come += 4
+        return Layers(request, come)
+
+    rig.engine.listen = listen
+    for stop in (8, 16):
+        come = 0
+        for frame in fresh[:blocks]:
+            rig.window(frame).fill_(torch.nan)
+        request = rig.start(prompt, fresh, cached_blocks=blocks, loading=True, max_tokens=4, temperature=1.0)
+        rig.take(rig.engine.layers(listen(request) or Layers(request, 0)))
+        finish(rig)
+        assert rig.done[request].reason == ("cancelled" if stop < 16 else "length")
+        assert rig.tokens[request] == (expected if stop == 16 else [])
+    assert heard == [0, 4, 0, 4, 8, 12]
 
 
 def test_a_draft_beside_the_model(make: Make, wide_llama_directory: Path) -> None:

@@ -20,6 +20,7 @@ from prefixd.worker_protocol.protocol import (
     Failed,
     GroupShape,
     Hello,
+    Layers,
     Memory,
     Note,
     Ready,
@@ -45,6 +46,7 @@ TO_WORKER = [
         sampling=Sampling(max_tokens=3, temperature=0.5, top_k=4, stop_token_ids=[1, 2], stop=[], logprobs=0),
     ),
     Extend(1, [7]),
+    Layers(1, 8),
     Cancel(1),
     Shutdown(),
 ]

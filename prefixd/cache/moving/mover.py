@@ -25,6 +25,7 @@ from prefixd.cache.moving.allocation import Allocation
 from prefixd.cache.moving.room import Room
 from prefixd.cache.moving.tier_copies import COPIED_AT_ONCE, Copying
 from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.placement.layer_watch import LayerWatch
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.placement.tenant_use import TenantUse
@@ -212,6 +213,26 @@ class Mover:
         there = trie.lacking(rows, tier.level, wanted) == 0
         return len(rows) if there.all() else int(there.argmin())
 
+    async def bring_by_layers(
+        self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, watch: LayerWatch
+    ) -> None:
+        """Brings `rows`, which `tier` lacks and the caller holds there, layer by layer; `watch` follows that.
+
+        Does nothing if one of them is on its way already, or is not wholly in the shared tier; the blocks come whole if
+        there is no room for all of them at once. So `bring` is to be called afterwards.
+
+        Raises:
+            SwapError: it failed.
+        """
+        elsewhere = wanted & ~trie.there[rows, self.tiers.shared.level]
+        if elsewhere.any() or any(self._coming(trie, row, tier) is not None for row in rows.tolist()):
+            return
+        movement = self._start(trie, rows, tier, wanted, Urgency.DEMAND, None, watch)
+        try:
+            await self._arrived(movement)
+        finally:
+            movement.leave()
+
     def hurry(self, trie: Trie, rows: Rows, tier: MemoryTier) -> None:
         """Raises movements of `rows` to `tier` that are under way to DEMAND, since a caller waits for them now."""
         for row in rows.tolist():
@@ -269,10 +290,17 @@ class Mover:
         return bool(others)
 
     def _start(
-        self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency, due_s: float | None
+        self,
+        trie: Trie,
+        rows: Rows,
+        tier: MemoryTier,
+        wanted: GroupMask,
+        urgency: Urgency,
+        due_s: float | None,
+        by_layers: LayerWatch | None = None,
     ) -> Movement:
         """Starts a movement, which the caller has joined."""
-        movement = Movement(urgency, due_s)
+        movement = Movement(urgency, due_s, by_layers)
         movement.join(urgency, due_s)
         for row in rows.tolist():
             self._moving[trie.ordinal, row, tier.level] = movement

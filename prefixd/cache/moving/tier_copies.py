@@ -15,6 +15,7 @@ from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.disk.writes import Write
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.moving.allocation import Allocation, Claim
+from prefixd.cache.placement.layer_watch import LayerWatch
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
@@ -110,9 +111,10 @@ class Copying:
     async def _copy_of_tenant(self, way: _Way, rows: Rows, groups: GroupMask) -> int:
         arrived = 0
         borders = 1 + np.flatnonzero(np.diff(groups))  # between blocks with different groups to copy
+        at_once = COPIED_AT_ONCE if self._watch(way, rows) is None else len(rows)
         for start, end in pairwise([0, *borders.tolist(), len(rows)]):
-            for first in range(start, end, COPIED_AT_ONCE):
-                some = rows[first : min(first + COPIED_AT_ONCE, end)]
+            for first in range(start, end, at_once):
+                some = rows[first : min(first + at_once, end)]
                 came = await self._copy_alike(way, some, int(groups[start]))
                 arrived += came
                 if way.claim.movement.dropped or (came < len(some) and isinstance(way.source, MemoryTier)):
@@ -124,13 +126,16 @@ class Copying:
         trie, source, target = way.trie, way.source, way.target
         parts = np.flatnonzero(trie.part_mask & np.uint8(groups)).tolist()
         near = self._slots_before(way, rows, parts)
+        watch = self._watch(way, rows)
         taken = await self._allocation.allocate(target, _sizes(trie, parts), len(rows), way.claim, near)
+        if len(taken) < len(rows):
+            watch = None
         rows = rows[: len(taken)]
         arrived = np.zeros(len(rows), np.bool_)
         try:
             if isinstance(source, MemoryTier):
                 old = trie.slots[rows, source.level][:, parts]
-                arrived = await self._copy_memory(trie, parts, source, old, target, taken, way.claim.movement)
+                arrived = await self._copy_memory(trie, parts, source, old, target, taken, way.claim.movement, watch)
             elif can_move(source, target):
                 arrived = await self._read_from(source)(trie, rows, parts, taken, target, way.claim.movement)
             else:
@@ -138,7 +143,13 @@ class Copying:
         finally:
             slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
             slots[:, parts] = taken
-            target.free(slots[~arrived])
+            if watch is None:
+                target.free(slots[~arrived])
+            else:
+                come = bool(arrived.all())
+                arrived = arrived & (trie.slots[rows, target.level, 0] == NO_SLOT)  # a run may have computed some
+                if not watch.over(come, spare := slots[~arrived]):
+                    target.free(spare)
             self._enter(way, rows[arrived], slots[arrived])
             if source is self._tiers.compute and target is self._tiers.shared:
                 self._checksums.begin(trie, rows[arrived])
@@ -153,27 +164,40 @@ class Copying:
         target: MemoryTier,
         taken: Slots,
         movement: Movement,
+        watch: LayerWatch | None = None,
     ) -> Bools:
-        """Copies `parts` of blocks in slots, [m, parts], to other slots; returns which blocks were copied.
+        """Copies `parts` of blocks in slots, [m, parts], to other slots, layer by layer if `watch` follows that.
+
+        Returns which blocks were copied.
 
         Raises:
             SwapError: a copy failed.
         """
-        copies = self._memory.submit(
-            source,
-            old,
-            target,
-            taken,
-            _sizes(trie, parts),
-            movement.urgency,
-            deadline_s=movement.due_s,
-            padded=[trie.part_rows[part] for part in parts],
-        )
+        rows = [trie.part_rows[part] for part in parts]
+        if watch is None:
+            copies = self._memory.submit(
+                *(source, old, target, taken, _sizes(trie, parts), movement.urgency),
+                deadline_s=movement.due_s,
+                padded=rows,
+            )
+        else:
+            watch.begun(taken)
+            copies = self._memory.submit_layers(
+                *(source, old[:, 0], target, taken[:, 0], watch.layers, watch.slabs, watch.arrived, movement.urgency),
+                padded=rows[0] is not None,
+            )
         results = await movement.run(copies)
         failed = [result for result in results if result is not None and not isinstance(result, TransferDroppedError)]
         if failed:
             raise failed[0]
         return np.array([result is None for result in results], np.bool_)
+
+    def _watch(self, way: _Way, rows: Rows) -> LayerWatch | None:
+        """What follows the copy of `rows`; None unless these are all blocks of a movement layer by layer."""
+        watch, tiers = way.claim.movement.by_layers, self._tiers
+        up = way.source is tiers.shared and way.target is tiers.compute  # it also runs the evictions for its room
+        whole = watch is not None and len(rows) == watch.blocks and len(way.trie.part_bytes) == 1
+        return watch if up and whole else None
 
     def _read_from(self, source: Tier) -> Read:
         """The function that reads blocks from a store."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from prefixd.cache.placement.layer_watch import LayerWatch
 from prefixd_swap import SwapError
 from prefixd_swap.tiers import BlockTransfer
 from prefixd_swap.transfers import Urgency
@@ -26,11 +27,13 @@ class Movement:
         due_s: when the first caller needs it, on the clock of the transfers; None: as soon as possible.
         dropped: no caller wants it any more; transfers that have not started are left out.
         task: runs it, if others may join it.
+        by_layers: has the blocks copied layer by layer, and follows that.
     """
 
-    def __init__(self, urgency: Urgency, due_s: float | None = None) -> None:
+    def __init__(self, urgency: Urgency, due_s: float | None = None, by_layers: LayerWatch | None = None) -> None:
         self._urgency = urgency
         self.due_s = due_s
+        self.by_layers = by_layers
         self._lent: list[Urgency] = []
         self.dropped = False
         self.task: asyncio.Task[bool] | None = None

@@ -338,6 +338,7 @@ def _scheduler_of(dispatcher: Dispatcher) -> pb.SchedulerStats:
         abandoned_loads=loads.abandoned,
         load_spent_s=loads.regret.spent_s,
         load_regret_s=loads.regret.lost_s,
+        layerwise_loads=dispatcher.counters.layerwise_loads,
     )
 
 

@@ -25,6 +25,7 @@ class DispatchCounters:
         asked_images: images of the prompts that were handed over.
         encoded_images: image embeddings that the worker has computed.
         found_images: images whose keys and values for cross-attention were found in a tier.
+        layerwise_loads: runs that began while the last layers of their prefixes were on their way.
         passes: forward passes of the model.
         read_at_once: of these, those that were read with none queued behind them.
         proposed_tokens: tokens that the draft proposed.
@@ -36,6 +37,7 @@ class DispatchCounters:
     asked_images: int = 0
     encoded_images: int = 0
     found_images: int = 0
+    layerwise_loads: int = 0
     passes: int = 0
     read_at_once: int = 0
     proposed_tokens: int = 0

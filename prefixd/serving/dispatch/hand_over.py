@@ -50,6 +50,8 @@ class HandOver:
             self._prefetcher.unstage(request)
             self._requests.wake()
             return True
+        if not self._may_start(request):
+            return True  # the load of its last layers has failed: it is staged again
         keeps = self._context.caching and request.keeps
         if request.namespace.common is not None and keeps:
             await request.footprint.make_own_rows(request.namespace, request.chain)
@@ -90,7 +92,10 @@ class HandOver:
             self._context.send(Expect(frames.tolist()))
 
     def _may_start(self, request: Request) -> bool:
-        return request.state is RequestState.READY and self._requests.taking
+        if request.state is not RequestState.READY or not self._requests.taking:
+            return False
+        layers = request.footprint.by_layers
+        return layers is None or not layers.failed
 
     def _start(self, request: Request, run: Run, fresh: FirstFrames) -> None:
         context, rows, images = self._context, request.rows, request.image_holds
@@ -117,6 +122,7 @@ class HandOver:
                 tokens=request.token_ids,
                 generated=request.generated,
                 cached_blocks=len(rows),
+                loading=request.footprint.by_layers is not None and request.footprint.by_layers.under_way,
                 frames=list(run.frames),
                 sampling=request.sampling,
                 state=None if run.states is None else run.states.frames_for_worker(),
@@ -125,6 +131,7 @@ class HandOver:
                 image_frames=[] if images is None else images.claim_frames(fresh.of_images),
             )
         )
+        self._loader.hand_over(request)
         if beside is not None:
             self._loader.load_beside(request, beside)
             self._requests.wake()
@@ -196,7 +203,10 @@ def held_frames(cache: TieredCache, request: Request) -> npt.NDArray[np.int64]:
     held = trie.slots[request.rows, cache.tiers.compute.level, :parts]
     if wanted is not None:
         held = np.where((wanted[:, None] & trie.part_mask[:parts]) != 0, held, NO_SLOT)
-    return held.ravel().astype(np.int64)
+    frames = held.astype(np.int64)
+    if (layers := request.footprint.by_layers) is not None:
+        layers.place(frames)
+    return frames.ravel()
 
 
 def make_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: list[int], *, caching: bool) -> Run:

@@ -8,6 +8,7 @@ from typing import Literal
 from prefixd.settings import Settings
 
 LoadMode = Literal["auto", "always", "never"]
+LayerwiseMode = Literal["auto", "always", "never"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 
 
@@ -41,6 +42,7 @@ class DispatchOptions:
         caching: False neither finds nor keeps anything.
         states: which states are kept, for a model with states.
         keep_embeddings: False embeds the images of each prompt anew.
+        layerwise: whether prefixes come layer by layer (`settings.WorkerSettings.layerwise_loads`).
     """
 
     max_running: int
@@ -50,6 +52,7 @@ class DispatchOptions:
     caching: bool = True
     states: StatePolicy = StatePolicy()
     keep_embeddings: bool = True
+    layerwise: LayerwiseMode = "auto"
 
     @classmethod
     def of(cls, settings: Settings) -> DispatchOptions:
@@ -66,4 +69,5 @@ class DispatchOptions:
             caching=settings.cache.enabled,
             states=states,
             keep_embeddings=worker.keep_embeddings,
+            layerwise=worker.layerwise_loads,
         )

@@ -93,7 +93,9 @@ class WorkerResults:
         if self._observe_encoding(step):
             return
         asked = step.computed_tokens - step.proposed_tokens
-        if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill, which a cached prefix saves
+        waited = any(each.id in running and running[each.id].run.by_layers for each in step.updates)
+        # Mostly prefill, which a cached prefix saves; a pass that has waited for layers says nothing of computing.
+        if asked > 2 * step.passes * (len(step.updates) + searched) and not waited:
             self._context.cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
 
     def _observe_encoding(self, step: Step) -> bool:
@@ -127,6 +129,7 @@ class WorkerResults:
         filled_tokens = update.filled_blocks * request.trie.block_tokens
         # The KV of the last sampled token is not computed yet.
         run = request.run
+        run.by_layers = False
         run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
         self._recorder.record_step(request, run, update.filled_blocks, update.kept, update.images)
         self._supply.note_need(request)
@@ -145,10 +148,7 @@ class WorkerResults:
         if request.state is RequestState.WITHDRAWN:
             request.let_go()
         elif request.state is RequestState.PREEMPTING and done.reason == "cancelled":
-            computed = self._preemption.release(request)
-            self._put_back(request)
-            if self._context.share.running():  # else no running request waits for its frames
-                self._preemption.make_way(request, computed)
+            self._preempted(request)
         elif done.reason == "no_memory" and request.state is not RequestState.CANCELLING and running:
             self._concurrency.shrink(len(running), done.detail)
             self._put_back(request)
@@ -159,6 +159,16 @@ class WorkerResults:
         else:
             self._finish(request, done)
         self._requests.wake()
+
+    def _preempted(self, request: Request) -> None:
+        """The worker has let go of a request that runs again."""
+        if request.run.load_failed:  # no other request waits for its frames
+            self._put_back(request)
+            return
+        computed = self._preemption.release(request)
+        self._put_back(request)
+        if self._context.share.running():  # else no running request waits for its frames
+            self._preemption.make_way(request, computed)
 
     def _finish(self, request: Request, done: Done) -> None:
         if done.beams:

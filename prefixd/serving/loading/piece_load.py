@@ -13,6 +13,7 @@ import numpy as np
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.rules import GroupMask
+from prefixd.serving.loading.layer_load import LayerLoad
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
 from prefixd_scheduler import LOADED_FROM, CostModel, Distance
 from prefixd_swap import SwapError
@@ -124,8 +125,14 @@ class PieceLoad:
         """Bytes of these pieces that no other load counts."""
         return 0 if self.failed else sum(piece.claimed_bytes for piece in self._pieces[self.arrived :])
 
-    def begin(self, rows: Rows, wanted: GroupMask | None = None) -> None:
-        """Begins one more piece. `wanted`, [m]: the KV groups of each block to bring, all by default."""
+    def begin(self, rows: Rows, wanted: GroupMask | None = None, layers: LayerLoad | None = None) -> None:
+        """Begins one more piece.
+
+        Args:
+            rows: [m] its blocks.
+            wanted: [m] the KV groups of each block to bring, all by default.
+            layers: brings exactly these layer by layer.
+        """
         trie, compute = self._trie, self._cache.tiers.compute
         lacking = trie.lacking(rows, compute.level, wanted)
         distance = Distance(int(trie.nearest[rows[lacking != 0]].max(initial=0)))
@@ -134,7 +141,7 @@ class PieceLoad:
         claimed_bytes = int(nbytes[fresh].sum())
         if self._mark is None and claimed_bytes:
             self._mark, self._moved_bytes = self._meter.begin(), 0
-        task = asyncio.create_task(self._bring(rows, wanted))
+        task = asyncio.create_task(self._bring(rows, wanted, layers))
         piece = _Piece(rows, distance, int(nbytes.sum()), rows[fresh], claimed_bytes, self._clock(), task)
         self._pieces.append(piece)
         task.add_done_callback(partial(self._end_piece, piece))
@@ -184,9 +191,13 @@ class PieceLoad:
             piece.task.cancel()
         self._end_mark()
 
-    async def _bring(self, rows: Rows, wanted: GroupMask | None) -> bool:
+    async def _bring(self, rows: Rows, wanted: GroupMask | None, layers: LayerLoad | None) -> bool:
         mover, compute = self._cache.mover, self._cache.tiers.compute
         try:
+            if layers is not None:
+                await mover.bring_by_layers(self._trie, rows, compute, layers.wanted, layers)
+                if layers.failed or not self._trie.lacking(rows, compute.level, wanted).any():
+                    return not layers.failed
             there = await mover.bring(
                 self._trie, rows, compute, wanted, urgency=lambda: self._urgency, due_s=self.due_s
             )

@@ -13,6 +13,7 @@ from prefixd.cache.placement.paths import enter_own
 from prefixd.cache.rules import GroupMask
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds
+from prefixd.serving.loading.layer_load import LayerLoad
 from prefixd.serving.loading.tail_load import TailLoad
 
 
@@ -50,6 +51,7 @@ class Footprint:
         hold: holds in the GPU tier the bytes of the `wanted` KV groups of each cached block.
         own: the frames in flight.
         tail: the load beside the run, if any.
+        by_layers: the load layer by layer, if any; it ends with the footprint.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Footprint:
     ) -> None:
         self.images = images
         self.tail: TailLoad | None = None
+        self.by_layers: LayerLoad | None = None
         self._own_rows: Hold | None = None
         self._tail_nodes = None if behind is None else cache.holds.hold(owner, trie, behind)
         self._cache = cache
@@ -170,6 +173,8 @@ class Footprint:
 
     def end(self) -> None:
         """Ends the hold and frees the own frames."""
+        if self.by_layers is not None:
+            self.by_layers.end()
         if self._counted:
             self._budget.remove(self.hold.rows, self.hold.wanted, self._frames(self.own))
         self._cache.tiers.compute.free(self.own)

@@ -56,6 +56,7 @@ class Request(Prompt):
         turn: its number in the order of the last hand-overs of all requests; 0 before its first.
         suspects: cached blocks that it used before it ran `uncached`, until it is known whether they were damaged.
         lost_tokens: tokens that had been computed when it was preempted; 0 if it was not, or runs again.
+        whole_loads: its blocks are not loaded layer by layer any more, since that has failed.
     """
 
     queued: QueuedRequest
@@ -84,6 +85,7 @@ class Request(Prompt):
     fork_of: int = -1
     lost_tokens: int = 0
     stands_alone: bool = False
+    whole_loads: bool = False
     turn: int = 0
     suspects: list[Suspect] = field(default_factory=list)
     expected_frames: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)

@@ -71,6 +71,8 @@ class Run:
         states: for a model with a state.
         suspects: the cached prefixes that it uses, which may be damaged.
         forked: it may have copied from another run.
+        by_layers: it was handed over while layers of its prefix were on their way, and has reported nothing yet.
+        load_failed: these did not come: its worker was told to end it, and it runs again.
     """
 
     frames: list[int]
@@ -80,6 +82,8 @@ class Run:
     states: RunStates | None = None
     suspects: list[Suspect] = field(default_factory=list)
     forked: bool = False
+    by_layers: bool = False
+    load_failed: bool = False
     computed_tokens: int = 0
     _passed: dict[int, int] = field(default_factory=dict)  # by a group's first part, blocks that are passed
     _gone: int = field(init=False)  # frames of slots without one

@@ -62,6 +62,8 @@ class BeamRun:
     blocks (`blocks_needed`), so that a search never waits for memory. Frames that no beam uses are reused.
     """
 
+    loading = False
+
     def __init__(
         self,
         start: Start,

@@ -38,6 +38,8 @@ class Limits(Protocol):
     def state_slots(self) -> int: ...
     @property
     def image_slots(self) -> int: ...
+    @property
+    def layers_apart(self) -> int: ...
     def embedding_frames(self, rows: int) -> int: ...
     @property
     def images(self) -> ImageShape | None: ...
@@ -55,6 +57,7 @@ class Run:
     failed: its logits were not finite, so no token follows.
     images: None for a prompt without images.
     draft_behind: number of the last computed tokens that have no KV of the draft yet; 0 without a draft.
+    loading: layers of its cached blocks are on their way; the first `layers` have come.
     """
 
     def __init__(
@@ -79,6 +82,9 @@ class Run:
             self._counts = TokenCounts(known, start.generated, limits.vocab_size, limits.device)
         self.computed = start.cached_blocks * block_tokens
         self.draft_behind = 0
+        self.loading = start.loading
+        self.layers = 0
+        self._all_layers = limits.layers_apart
         self.memory = memory
         self.images = images
         self.reported_blocks = start.cached_blocks
@@ -103,9 +109,9 @@ class Run:
     @property
     def pending(self) -> int:
         """Number of tokens that can be computed now, as far as its frames reach; none if an unread token is known to
-        be the last one."""
+        be the last one, or no layer of its cached blocks has come."""
         unread = self.unread
-        if unread and self.room <= unread:
+        if (unread and self.room <= unread) or (self.loading and not self.layers):
             return 0
         reach = len(self.tokens) + unread
         held = self.memory_tokens if self._arrived is None else self._arrived[0]
@@ -190,6 +196,11 @@ class Run:
         """Whether arrived tokens have not been skipped yet."""
         return self._arrived is not None
 
+    def note_layers(self, layers: int) -> None:
+        """The first `layers` layers of its cached blocks have come."""
+        self.layers = layers
+        self.loading = layers < self._all_layers
+
     @property
     def state(self) -> SequenceState | None:
         """The state of its recurrent layers; None for a model without."""
@@ -246,6 +257,13 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
         raise RequestError(
             f"{start.cached_blocks} cached blocks of {block_tokens} cover all {len(tokens)} tokens; "
             "leave at least one token to compute"
+        )
+    if start.loading and not (
+        limits.layers_apart and start.cached_blocks and not start.sampling.beams and not start.images
+    ):
+        raise RequestError(
+            "cached blocks come layer by layer; that is for models with one group of full attention, and not for beam "
+            "searches, images and drafts"
         )
     _check_state(start, limits)
     _check_image_frames(start, cached, limits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,15 +23,23 @@ class StepCache(Cache):
     step: the pass's memory; its tokens are the first rows of the batch, in order.
     positions: of the batch's rows, ``[..., rows]``, padding included; padding is never written.
     layers: the attention layers, by number.
+    before_layer: called before a layer's keys and values are written or read; None: they are all in memory.
     """
 
-    def __init__(self, step: StepKv, positions: torch.Tensor, layers: Mapping[int, AttentionLayer]) -> None:
+    def __init__(
+        self,
+        step: StepKv,
+        positions: torch.Tensor,
+        layers: Mapping[int, AttentionLayer],
+        before_layer: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__(layers=[])
         self._step = step
         self._tokens = sum(len(segment) for segment in step.segments)
         self._positions = positions
         self._rows = positions.shape[-1]
         self._layers = layers
+        self._before_layer = before_layer
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -45,6 +53,8 @@ class StepCache(Cache):
         """
         if layer_idx not in self._layers:  # cross-attention, whose images are in no cache
             return key_states, value_states
+        if self._before_layer is not None:
+            self._before_layer(layer_idx)
         layer = self._layers[layer_idx]
         if layer.expanded:
             return self._latents(key_states, value_states, layer)

@@ -167,6 +167,12 @@ class ModelSpec:
         """Numbers that name the frames of an image; 0 as `image_frames`."""
         return 0 if self.groups.cross is None else self.groups.slots(self.groups.cross)
 
+    @property
+    def layers_apart(self) -> int:
+        """Layers of a block that may come one after the other; 0 with several groups, a rule or images."""
+        group, plain = self.groups.attention[:1], self.groups.plain and self.groups.cross is None
+        return len(group[0].layers) if plain and len(self.groups.attention) == 1 and self.images is None else 0
+
     def embedding_frames(self, rows: int) -> int:
         """Frames of an image's embedding of so many rows; 0 for a model that keeps none."""
         row_bytes = 0 if self.images is None else self.images.row_bytes

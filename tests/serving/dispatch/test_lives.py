@@ -199,7 +199,7 @@ def check(bench: Bench, requests: list[Request]) -> None:
     check_integrity(bench.cache)
 
 
-@pytest.mark.parametrize("model", slow_but(["windows"], ["plain", "windows", "windows alone", "states", "pages"]))
+@pytest.mark.parametrize("model", slow_but(["windows"], ["layers", "windows", "windows alone", "states", "pages"]))
 @settings(max_examples=100)
 @given(
     happenings=HAPPENINGS,
@@ -224,7 +224,7 @@ def test_nothing_is_lost_whatever_happens(
     elastic: bool,
 ) -> None:
     async def scenario() -> None:
-        options = {"policy": policy, "preemption": mode, "max_running": 3, "look_ahead": 2}
+        options = {"policy": policy, "preemption": mode, "max_running": 3, "look_ahead": 2, "layerwise": "always"}
         parts = MODELS[model].block_frames + MODELS[model].state_frames
         async with bench_of(parts * frames, parts * cpu_slots, model=model, **options) as bench:
             requests: list[Request] = []

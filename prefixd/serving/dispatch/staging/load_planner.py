@@ -1,4 +1,5 @@
-"""Decides which part of a request's cached prefix is loaded and which is computed again, by their estimated times.
+"""Decides which part of a request's cached prefix is loaded and which is computed again, by their estimated times, and
+whether it comes layer by layer.
 
 `plan_load` decides (paper `prefix_cache_long_term_memory`, X).
 """
@@ -13,6 +14,7 @@ import numpy as np
 from prefixd.cache.index.trie import Rows
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.images.image_kv import ImageHolds
+from prefixd.serving.loading.layer_load import LayerLoad
 from prefixd.serving.loading.load_choice import LoadChoice, LoadCounters
 from prefixd.serving.loading.tail_load import TailPlan
 from prefixd.serving.request.request import Request
@@ -39,6 +41,7 @@ class LoadPlanner:
         self._cost = context.cost
         self._clock = context.clock
         self._mode = context.options.load
+        self._layerwise = context.options.layerwise
         self._backlog_s = backlog_s
         self._queued_bytes = queued_bytes
 
@@ -150,6 +153,24 @@ class LoadPlanner:
                 if slower and not self._cost.probes(distance):
                     return kept
         return rows
+
+    def layer_load(self, request: Request, ready: Callable[[], None]) -> LayerLoad | None:
+        """The load of a STAGING request's blocks layer by layer; None if it is not possible, or does not pay.
+
+        It is one copy, of blocks that all lie in CPU memory. `ready`: see `LayerLoad`.
+        """
+        layers, tiers, trie = request.kv.layers, self._cache.tiers, request.trie
+        wanted = self._layerwise == "always" or (self._layerwise == "auto" and tiers.compute.on_device)
+        plain = request.beside is None and request.images is None and request.sampling.beam_search is None
+        if not wanted or not plain or layers is None or request.whole_loads:
+            return None
+        if not (tiers.compute.backed and tiers.shared.backed):
+            return None  # of a planner, which copies nothing
+        lacking = trie.lacking(request.rows, tiers.compute.level, request.wanted)
+        slabs = layers.slabs(int(np.count_nonzero(lacking)), least=self._layerwise == "always")
+        if len(slabs) < 2 or (lacking & ~trie.there[request.rows, tiers.shared.level]).any():
+            return None
+        return LayerLoad(request.rows, lacking, layers, slabs, ready)
 
     def load_s(self, request: Request) -> float | None:
         """Estimated seconds to load the blocks that a request lacks."""

@@ -1,6 +1,7 @@
 """Loads the cached prefixes of staged requests, as chosen by `LoadPlanner`.
 
-`PieceLoad` loads the front of a prefix before the request runs, `TailLoad` its back while the request runs.
+`PieceLoad` loads the front of a prefix before the request runs, `TailLoad` its back while the request runs,
+`LayerLoad` the last layers while the request computes the first ones.
 
 A load moves in pieces. If it falls so far behind that computing the rest is faster, it is given up; the beginning that
 has arrived is used. A prompt's images are loaded before its prefix; the worker embeds those that are given up.
@@ -23,12 +24,13 @@ from prefixd.cache.rules import GroupMask
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.staging.load_planner import LoadPlanner
 from prefixd.serving.images.image_kv import ImageHolds
+from prefixd.serving.loading.layer_load import LayerLoad
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
-from prefixd.worker_protocol.protocol import Arrived
+from prefixd.worker_protocol.protocol import Arrived, Cancel, Layers
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
 
@@ -77,19 +79,27 @@ class Loader:
         self._unstage = unstage
         self._mode = context.options.load
         self._under_way: WeakSet[PieceLoad] = WeakSet()
+        self._context = context
         self._copies: dict[int, asyncio.Task[None]] = {}
+        self._by_layers: set[asyncio.Task[None]] = set()
         self._loads: dict[int, PieceLoad] = {}
         self.beside: dict[int, Request] = {}
         """Running requests beside which a part of their prefixes is loaded."""
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
-        await asyncio.gather(*self._copies.values(), return_exceptions=True)
+        await asyncio.gather(*self._copies.values(), *self._by_layers, return_exceptions=True)
 
     # -- before the request runs ------------------------------------------------------------------------------------
 
     def start(self, request: Request, urgency: Urgency, due_s: float | None = None) -> None:
         """Starts to bring up the blocks that a STAGING request lacks. `due_s`: when its turn comes."""
+        if urgency is Urgency.DEMAND and (layers := self._layer_load(request)) is not None:
+            request.footprint.by_layers = layers
+            task = asyncio.create_task(self._bring_layers(request, layers))
+            self._by_layers.add(task)
+            task.add_done_callback(self._by_layers.discard)
+            return
         self._copies[request.id] = asyncio.create_task(self._bring(request, urgency, due_s))
 
     def hurry(self, request: Request) -> None:
@@ -215,6 +225,65 @@ class Loader:
         request.cut, request.beside = True, None
         request.staged()
         self._wake()
+
+    # -- layer by layer ---------------------------------------------------------------------------------------------
+
+    def _layer_load(self, request: Request) -> LayerLoad | None:
+        """The load of what a STAGING request lacks, layer by layer; None if it comes in whole blocks."""
+        if self._context.requests.running:  # beside others the worker waits for all layers before it begins
+            return None
+        return self.planner.layer_load(request, lambda: self._have_slots(request))
+
+    def _have_slots(self, request: Request) -> None:
+        """The blocks of a request have slots, and their layers come: it may run."""
+        if request.state is RequestState.STAGING:
+            request.staged()
+            self._wake()
+
+    async def _bring_layers(self, request: Request, layers: LayerLoad) -> None:
+        load = self._load(request, Urgency.DEMAND, layers.changed.set)
+        self._loads[request.id] = load
+        try:
+            load.begin(layers.rows, layers.wanted, layers)
+            while load.under_way and not layers.ended and request.state is not RequestState.WITHDRAWN:
+                layers.changed.clear()
+                await layers.changed.wait()
+        finally:
+            came = not (load.under_way or load.failed)
+            load.drop()
+            if self._loads.get(request.id) is load:  # else it is staged again already
+                del self._loads[request.id]
+            self._end_layers(request, layers, came)
+
+    def _end_layers(self, request: Request, layers: LayerLoad, came: bool) -> None:
+        """A load layer by layer has ended."""
+        if layers.ended:
+            return
+        if request.state is RequestState.WITHDRAWN:
+            if self._staged.pop(request.id, None) is not None:  # else the worker still has it
+                request.let_go()
+                self._wake()
+        elif came:
+            layers.complete()
+            self._have_slots(request)
+        else:
+            request.whole_loads = True
+            if request.id in self._staged:
+                self._unstage(request)
+                self._wake()
+            elif request.state in (RequestState.RUNNING, RequestState.STARVED):
+                log.info("request %s runs again: the last layers of its prefix did not come", request.name)
+                request.run.load_failed = True
+                request.preempt()
+                self._context.send(Cancel(request.id))
+
+    def hand_over(self, request: Request) -> None:
+        """The worker has got a request's `Start`: tells it which layers have come, if they still come."""
+        layers = request.footprint.by_layers
+        if layers is not None and layers.under_way:
+            request.run.by_layers = True
+            self._context.counters.layerwise_loads += 1
+            layers.run(lambda count: self._context.send(Layers(request.id, count)), request.footprint.extend)
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 

@@ -130,16 +130,21 @@ def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path) -> 
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
         assert "this daemon has llama, gemma" in (refused.value.details() or "")
 
-        # Both workers let go of what a smaller tier has no more, and get what a larger one has.
-        for nbytes in (2 * 9 * 4 * FRAME, 3 * 9 * 4 * FRAME):
+        def resize(requests: int) -> None:
+            nbytes = requests * 9 * 4 * FRAME
             *_, last = remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=nbytes))
             assert (last.done, last.unfinished, last.nbytes) == (True, "", nbytes)
+
+        # Both workers let go of what a smaller tier has no more, and get what a larger one has.
+        for requests in (2, 3):
+            resize(requests)
             ask(llama, 0)
             ask(gemma, 0)
             gpu_blocks()
 
         # One worker is killed while both have more to do than fits: the other goes on, and its own requests run again.
-        # The one that is seen to run when it is killed is long, so that it still does.
+        # The one that is seen to run when it is killed is long, so that it still does. Before its successor has the
+        # tier's frames, the size changes.
         first = remote.begin(prompt_of(20), model=gemma.name, **(options | {"max_tokens": LONG}))
         streams = [
             (model, seed, remote.begin(prompt_of(seed), model=model.name, **options))
@@ -147,7 +152,14 @@ def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path) -> 
             for model in (gemma, llama)
         ]
         accepted, tokens = next(first), next(first)
-        os.kill(stats.models[1].worker.pid, signal.SIGKILL)
+        killed = stats.models[1].worker.pid
+        os.kill(killed, signal.SIGKILL)
+        next_pid = remote.until(lambda stats: stats.models[1].worker.pid not in (0, killed)).models[1].worker.pid
+        os.kill(next_pid, signal.SIGSTOP)
+        resize(4)
+        ask(llama, 0)
+        resize(3)
+        os.kill(next_pid, signal.SIGCONT)
         asked.extend((model, seed, collect(stream)) for model, seed, stream in streams)
         long = collect(itertools.chain((accepted, tokens), first))
         assert long.finished.resumed >= 1

@@ -97,6 +97,8 @@ class Load:
         busy: requests wait or run, or have run since the last look.
         coming: of the free frames, those whose memory workers are about to take for the models that they load. The tier
             does not grow into them, but for their sake alone it gives nothing back: they are an estimate.
+        begins: frames with which a request can run that others have passed while the tier was too small: it has grown
+            for it, and does not give them back before it runs.
     """
 
     size: int
@@ -107,6 +109,7 @@ class Load:
     taken: int
     busy: bool
     coming: int = 0
+    begins: int = 0
 
     @property
     def larger(self) -> bool:
@@ -171,7 +174,8 @@ class ElasticSize:
         starved = load.required > size and not load.held
         hold_s = _STARVED_S if starved and not load.larger else HOLD_S
         if self._giving_back and size > bounds.least and now_s - self._grown_s >= hold_s:
-            return Decision(self._given_back(now_s, load), Why.RESERVE)
+            frames = max(self._given_back(now_s, load), min(load.begins, size))
+            return Decision(frames, Why.RESERVE if frames < size else None)
         return Decision(size)
 
     def _growth(self, now_s: float, load: Load) -> int:

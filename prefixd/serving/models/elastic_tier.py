@@ -254,17 +254,17 @@ class ElasticTier:
         free_bytes, total_bytes = await in_thread(lambda: self._device_bytes(pool))
         waiting = list(self._asks)
         turns, self._turns = self._turns, self._share.turns
-        needed = self._share.needed_frames
-        begins = needed if needed <= pool.capacity else 0  # the tier grew for a request that waits for others to end
+        begins = self._share.begins_frames
         return Load(
             size=pool.capacity,
             held=max(self._share.taken_frames, self._resize.begun_frames, begins),
-            required=max([needed, *(ask.frames for ask in waiting if ask.needed)]),
+            required=max([self._share.needed_frames, *(ask.frames for ask in waiting if ask.needed)]),
             useful=max((ask.frames for ask in waiting), default=0),
             free=max(0, free_bytes) // pool.frame_bytes,
             taken=(total_bytes - max(0, free_bytes)) // pool.frame_bytes,
             busy=turns != self._turns or any(each.requests.busy for each in self._dispatchers),
             coming=-(-self._resize.coming_bytes // pool.frame_bytes),
+            begins=begins,
         )
 
     async def _may_add(self, pool: FramePool, frames: int, least_free: int) -> bool:

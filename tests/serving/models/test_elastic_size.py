@@ -114,6 +114,7 @@ LOADS = st.lists(
         st.integers(0, 300),  # free for others and this one
         st.booleans(),
         st.integers(0, 60),  # coming
+        st.sampled_from([0, 0, 5, 100]),  # begins
     ),
     max_size=12,
 )
@@ -128,18 +129,18 @@ LOADS = st.lists(
     loads=LOADS,
 )
 def test_the_size_keeps_its_bounds_and_does_not_flap(
-    least: int, above: int, reserve: int, idle_s: float, loads: list[tuple[float, int, int, int, int, bool, int]]
+    least: int, above: int, reserve: int, idle_s: float, loads: list[tuple[float, int, int, int, int, bool, int, int]]
 ) -> None:
     """Each decision against the rules that it may be seen to follow; the tier gets there at once."""
     bounds = Bounds(least, least + above, reserve, idle_s)
     size, frames, now_s = ElasticSize(bounds, 0.0), least, 0.0
     busy_s, grown_s, comfort, giving_back = 0.0, -9.0, -(-reserve * 5 // 4), False
-    for passed_s, held, required, useful, free, busy, coming in loads:
+    for passed_s, held, required, useful, free, busy, coming, begins in loads:
         now_s += passed_s
         held = min(held, frames)
         busy_s = now_s if busy else busy_s
         giving_back = free < (comfort if giving_back else reserve)
-        decided = size.decide(now_s, Load(frames, held, required, useful, free, 300 - free, busy, coming))
+        decided = size.decide(now_s, Load(frames, held, required, useful, free, 300 - free, busy, coming, begins))
         change = decided.frames - frames
         assert bounds.least <= decided.frames <= bounds.most and (decided.why is None) == (change == 0)
         if change > 0:
@@ -153,6 +154,7 @@ def test_the_size_keeps_its_bounds_and_does_not_flap(
             assert now_s - busy_s >= idle_s and decided.frames == max(least, held)
         elif change < 0:
             assert decided.why is Why.RESERVE and free < comfort and now_s - grown_s >= HOLD_S
+            assert decided.frames >= begins
             assert giving_back, "it begins below the reserve"
             assert -change <= max(comfort - free + 1, (frames - held) / 4) or (required > frames and not held)
         frames = decided.frames

@@ -39,13 +39,25 @@ class Elastic:
     supervisor: Supervisor
     device_frames: int
     others: int = 0
+    looks: int = 0
 
     @property
     def pool(self) -> FramePool:
         return self.bench.cache.tiers.frames
 
     def device_bytes(self, pool: FramePool) -> tuple[int, int]:
+        self.looks += 1
         return (self.device_frames - self.others - pool.capacity) * FRAME, self.device_frames * FRAME
+
+    async def look(self) -> None:
+        """Returns when the tier, which has more than its least, has looked at the load as it is now."""
+        looks = self.looks
+        await until(lambda: self.looks > looks + 2)
+
+    async def pass_idle_s(self) -> None:
+        """Passes more than the time after which a tier without requests is idle."""
+        await self.look()
+        self.bench.now += 3.1
 
     async def resize_to(self, frames: int) -> tier_resize.ResizeProgress:
         async for progress in self.resize.resize(frames * FRAME, 1.0):
@@ -228,6 +240,24 @@ async def test_a_request_that_others_pass_runs_when_memory_comes(elastic: Any) -
         await bench.finish(*small)
 
 
+async def test_what_a_passed_request_waits_for_is_not_given_back(elastic: Any) -> None:
+    async with elastic(device=40, reserve=8, max_running=1) as e:
+        bench = e.bench
+        e.others = 40 - LEAST - 1
+        large, small = bench.submit(range(40), max_tokens=8), bench.submit(range(100, 104), max_tokens=2)
+        await bench.running(small)
+        e.others = 0
+        await until(lambda: e.pool.capacity >= 12)
+        await until(lambda: bench.dispatcher.context.share.begins_frames == 12)
+        e.others = 40 - e.pool.capacity - 2
+        bench.now += 5
+        await e.look()
+        assert large.state is not RequestState.RUNNING and e.pool.lasting >= 12
+        await bench.finish(small)
+        await bench.running(large)
+        await bench.finish(large)
+
+
 async def test_what_others_are_guaranteed_counts_in_what_a_request_needs(elastic: Any) -> None:
     async with elastic(device=40, reserve=4) as e:
         bench = e.bench
@@ -246,7 +276,7 @@ async def test_it_grows_for_a_tenant_at_its_limit_by_what_it_gets_more(elastic: 
     async with elastic() as e:
         bench, slots, tier = e.bench, e.bench.cache.mover.slots, e.bench.cache.tiers.compute
         await bench.finish(bench.submit(range(16), max_tokens=1))
-        bench.now += 3.1
+        await e.pass_idle_s()
         await until(lambda: e.pool.capacity == LEAST == tier.used_bytes // FRAME)
         bench.dispatcher.context.share.next_turn()  # as if a request had come: the tier is not idle
         bench.cache.tenants.default.quota = Quota(tiers=(TierQuota(0, 10 * FRAME), TierQuota(), TierQuota()))
@@ -283,12 +313,12 @@ async def test_a_worker_that_loads_keeps_the_frames_that_it_was_handed(elastic: 
         await bench.finish(bench.submit(range(60), max_tokens=4))
         size = e.pool.capacity
         e.supervisor.load()
-        bench.now += 3.1
+        await e.pass_idle_s()
         await until(lambda: e.tier.figures.target_bytes == LEAST * FRAME)
         await bench.finish(bench.submit(range(200, 208), max_tokens=2))
         assert e.pool.capacity == e.pool.lasting >= size
         e.supervisor.become_ready()
-        bench.now += 3.1
+        await e.pass_idle_s()
         await until(lambda: e.pool.capacity == LEAST)
 
 
@@ -327,7 +357,7 @@ async def test_memory_that_could_not_be_given_back_is_tried_again(
                 raise OutOfMemoryError("too many mappings; raise vm.max_map_count")
 
             broken.setattr(e.pool._window, "unmap", fail)
-            bench.now += 3.1
+            await e.pass_idle_s()
             await until(lambda: e.pool.capacity == LEAST)
             assert e.pool.memory.chunk_count == 8
         await until(lambda: e.pool.memory.chunk_count == LEAST)
@@ -390,14 +420,14 @@ async def test_a_shrink_ends_when_a_request_comes(elastic: Any) -> None:
         await bench.finish(first)
         size = e.pool.capacity
         bench.engine.open.clear()
-        bench.now += 3.1
+        await e.pass_idle_s()
         await until(lambda: bench.engine.waiting)
         second = bench.submit(range(200, 208), max_tokens=2)
         await until(lambda: second.state is RequestState.RUNNING)
         assert e.pool.capacity >= size - 4, "after the slice under way"
         bench.engine.open.set()
         await bench.finish(second)
-        bench.now += 3.1
+        await e.pass_idle_s()
         await until(lambda: e.pool.capacity == LEAST)
 
 

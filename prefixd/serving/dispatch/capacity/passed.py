@@ -8,8 +8,8 @@ needs more than the tier has --+--> the tier grows: nothing passes it
                                       +--> the device has given no more for 30 s: it ends, and is told (`FrameSupply`)
 ```
 
-A passed request keeps its place in the queue. The frames that it needs stay noted until it runs or ends, so they are
-not given back while it waits for running requests to end.
+A passed request keeps its place in the queue. The frames that it needs stay noted until it runs or ends, so the tier
+does not give them back while it waits for running requests to end.
 """
 
 from __future__ import annotations
@@ -56,17 +56,21 @@ class PassedRequests:
         self._passed[request.id] = request
         return True
 
-    def end_round(self) -> int:
-        """Ends those for which the device has had no memory for too long. Returns with how many frames of the tier the
-        others could run; 0: there are none."""
-        for request in list(self._passed.values()):
+    def end_round(self) -> tuple[int, int]:
+        """Ends those for which the device has had no memory for too long.
+
+        Returns with how many frames of the tier the others could run, and those that fit by now; 0: there are none.
+        """
+        lacking = begins = 0
+        for number, request in list(self._passed.items()):
+            frames = self._quotas.frames_alone(request)
             if self._is_too_large(request):
                 self._tracker.stand_alone(request)
-                self._supply.note_refused(request, self._quotas.frames_alone(request))
-        return max(
-            (self._quotas.frames_alone(each) for number, each in self._passed.items() if number in self._waiting),
-            default=0,
-        )
+                self._supply.note_refused(request, frames)
+                lacking = max(lacking, frames if number in self._waiting else 0)
+            elif number in self._waiting:
+                begins = max(begins, frames)
+        return lacking, begins
 
     def _is_too_large(self, request: Request) -> bool:
         frames = self._cache.tiers.frames

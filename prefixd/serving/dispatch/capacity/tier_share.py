@@ -63,6 +63,7 @@ class TierShare:
         self._line: list[Sharer] = []
         self._turns = 0
         self._needs: dict[Sharer, int] = {}
+        self._begins: dict[Sharer, int] = {}
         self.on_need: Callable[[], None] = lambda: None
         self.short = False
         self.refused_s: float | None = None
@@ -96,9 +97,15 @@ class TierShare:
         """Frames of the tier with which the next requests that lack some could run; 0: none lacks any."""
         return max((frames for member, frames in self._needs.items() if member.waiting), default=0)
 
-    def need(self, member: Sharer, frames: int) -> None:
-        """Notes with how many frames of the tier the next requests of a model could run; 0: they lack none."""
-        self._needs[member] = frames
+    @property
+    def begins_frames(self) -> int:
+        """Frames of the tier with which requests can run that others have passed while it was too small; 0: none."""
+        return max((frames for member, frames in self._begins.items() if member.waiting), default=0)
+
+    def need(self, member: Sharer, frames: int, begins: int = 0) -> None:
+        """Notes with how many frames of the tier the next requests of a model could run; 0: they lack none. `begins`:
+        with how many its passed requests can, which the tier has now."""
+        self._needs[member], self._begins[member] = frames, begins
         if frames:
             self.on_need()
 

@@ -141,8 +141,9 @@ class DispatchWindow:
             if not self._requests.taking or not await self._serve(current, place, request):
                 break
         if self._requests.taking:  # else the worker has died meanwhile, and no frame would help
-            needed = max(current.needed, quotas.needed_frames if places else 0, self._passed.end_round())
-            self._share.need(self._context.member, needed)
+            lacking, begins = self._passed.end_round()
+            needed = max(current.needed, quotas.needed_frames if places else 0, lacking)
+            self._share.need(self._context.member, needed, begins)
         await self._keep_place(current)
         await self._bring_near(window if ahead else [], current.beyond, places)
 

@@ -359,7 +359,7 @@ class TierResize:
 
         Returns whether it did. If a worker cannot let go of frames now, none leaves the tier.
         """
-        pool, frames = tier.pool, list[FrameId]()
+        pool = tier.pool
         if not self.can_shrink():
             self._keep_all(pool)
             return False
@@ -367,17 +367,18 @@ class TierResize:
             keep = max(change.frames, self.begun_frames)
             pool.plan(keep)
             self._frames_changed()
-            frames = await self._take(tier, min(pool.capacity - keep, _slice_frames(pool)), change)
-            if not frames:
-                return False
+            with self._cache.mover.working():  # no other structure has the frames until they are withdrawn
+                frames = await self._take(tier, min(pool.capacity - keep, _slice_frames(pool)), change)
+                if not self.can_shrink():  # a worker has died, and the next one was handed the frames and loads
+                    tier.free(frames)
+                elif frames:
+                    tier.withdraw(frames)
+                    self._withdrawn += frames
+        if not self._withdrawn:
+            return False
         async with self._changing_frames():
-            if not self.can_shrink():  # a worker has died, and the next one was handed the frames and loads
-                tier.free(frames)
-                self._keep_all(pool)
+            if not self.can_shrink():
                 return False
-            if frames:
-                tier.withdraw(frames)
-                self._withdrawn += frames
             await self._give_back(pool)
         return True
 

@@ -102,6 +102,7 @@ def elastic(make_bench: Callable[..., Awaitable[Bench]], monkeypatch: pytest.Mon
             yield made
         finally:
             await tier.stop()
+            await resize.stop()
             task.result()
         check_integrity(bench.cache)
 
@@ -359,6 +360,7 @@ async def test_memory_that_could_not_be_given_back_is_tried_again(
             broken.setattr(e.pool._window, "unmap", fail)
             await e.pass_idle_s()
             await until(lambda: e.pool.capacity == LEAST)
+            await e.look()
             assert e.pool.memory.chunk_count == 8
         await until(lambda: e.pool.memory.chunk_count == LEAST)
 

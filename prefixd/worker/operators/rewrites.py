@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,40 +51,49 @@ def rewrite(
         return Rewritten("model", "")
     expected = logits().float()
     tolerance = TOLERANCE[next(model.parameters()).dtype]
+
+    def apply(steps: Iterable[Callable[[], None]], errors: type[Exception]) -> tuple[list[Callable[[], None]], str]:
+        """What undoes the steps; nothing, and the reason, if they fail or change the logits."""
+        done: list[Callable[[], None]] = []
+        try:
+            for undo_one in steps:
+                done.append(undo_one)
+            why_not = _differs(expected, logits(), tolerance)
+        except errors as error:
+            why_not = _line(error)
+        if why_not:
+            _undo(done)
+            done = []
+        return done, why_not
+
     merged: list[MergedProjections] = []
-    undo: list[Callable[[], None]] = []
-    try:
-        for projections in merge_projections(model):
-            merged.append(projections)
-            undo.append(projections.undo)
-            if projections.weight.is_cuda:  # what the single weights had is too small for the next group
-                torch.cuda.empty_cache()
-        for norm in single_norms(model):
-            undo.append(functools.partial(delattr, norm, "forward"))
-        why_not = _differs(expected, logits(), tolerance)
-    except RuntimeError as error:  # no memory for a group of weights twice, among others
-        why_not = _line(error)
+    undo, why_not = apply(_merge(model, merged), RuntimeError)  # no memory for a group of weights twice, among others
     if why_not:
-        _undo(undo)
         return Rewritten("model", f"merged projections: {why_not}")
-    wasteful = [projections for projections in merged if projections.wasteful]
-    for projections in wasteful:
-        projections.undo()
-        undo.remove(projections.undo)
+    used = [projections for projections in merged if not projections.wasteful]
+    for projections in merged:
+        if projections not in used:
+            projections.undo()
+            undo.remove(projections.undo)
+    norms, why_not = apply((functools.partial(delattr, norm, "forward") for norm in single_norms(model)), RuntimeError)
+    undo += norms
+    reasons = [f"norms in one operator: {why_not}"] if why_not else []
     if wanted == "merged":
-        return Rewritten("merged", "", undo)
-    used = [projections for projections in merged if projections not in wasteful]
-    compiling: list[Callable[[], None]] = []
-    try:
-        for undo_one in itertools.chain(compile_rotary(model, compiled), compile_gated(model, used, compiled)):
-            compiling.append(undo_one)
-        why_not = _differs(expected, logits(), tolerance)
-    except Exception as error:  # a compiler's errors have no common type
-        why_not = _line(error)
+        return Rewritten("merged", "; ".join(reasons), undo)
+    compiling = itertools.chain(compile_rotary(model, compiled), compile_gated(model, used, compiled))
+    functions, why_not = apply(compiling, Exception)  # a compiler's errors have no common type
     if why_not:
-        _undo(compiling)
-        return Rewritten("merged", f"compiled functions: {why_not}", undo)
-    return Rewritten("fused", "", [*undo, *compiling])
+        reasons.append(f"compiled functions: {why_not}")
+    return Rewritten("merged" if why_not else "fused", "; ".join(reasons), [*undo, *functions])
+
+
+def _merge(model: nn.Module, merged: list[MergedProjections]) -> Iterator[Callable[[], None]]:
+    """Merges projections and enters them in `merged`; yields what undoes each."""
+    for projections in merge_projections(model):
+        merged.append(projections)
+        yield projections.undo
+        if projections.weight.is_cuda:  # what the single weights had is too small for the next group
+            torch.cuda.empty_cache()
 
 
 def _undo(steps: Sequence[Callable[[], None]]) -> None:

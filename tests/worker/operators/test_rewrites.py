@@ -271,9 +271,31 @@ def test_norms_are_undone_when_one_of_them_cannot_be_compared(
     expected = model._check_logits()
     monkeypatch.setattr(rewrites, "single_norms", two_and_an_error)
     model.rewrite("merged")
-    assert model.operators[:2] == ("model", "merged projections: expected 4 dimensions")
+    assert model.operators[:2] == ("merged", "norms in one operator: expected 4 dimensions")
+    assert not [name for name, module in model._model.named_modules() if "norm" in name and "forward" in vars(module)]
+    torch.testing.assert_close(model._check_logits(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_that_change_the_logits_leave_the_projections_merged(
+    directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits one rounding less in each norm may come to more than the logits of some models may differ by."""
+
+    def wrong_norms(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        for norm in single_norms.single_norms(model):
+            right = norm.forward
+            norm.forward = lambda rows, right=right: 1.3 * right(rows)
+            yield norm
+
+    model = load(directory("llama"))
+    expected = model._check_logits()
+    monkeypatch.setattr(rewrites, "single_norms", wrong_norms)
+    model.operators = rewrite(model._model, "fused", model._check_logits, compiled=lambda function: function)
+    assert model.operators.operators == "fused"
+    assert model.operators.reason.startswith("norms in one operator: the logits differ by")
+    torch.testing.assert_close(model._check_logits(), expected, rtol=1e-4, atol=1e-4)
+    model.rewrite("model")
     assert not [name for name, module in model._model.named_modules() if "forward" in vars(module)]
-    assert torch.equal(model._check_logits(), expected)
 
 
 class Clamped(torch.nn.Module):

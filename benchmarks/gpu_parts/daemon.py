@@ -20,6 +20,7 @@ _LENGTH, _SMALL_LENGTH, _NEW_TOKENS = 8192, 128, 64
 _PROMPTS, _GPU_PROMPTS, _CPU_PROMPTS = 12, 3, 3  # of the tiers' sizes; the rest is on disk alone
 _TEXT_ANALYSIS = TextAnalysis(prefixes=24, requests=384, prefix_tokens=2048, outstanding=64)
 _SMALL_TEXT_ANALYSIS = TextAnalysis(prefixes=4, requests=8, prefix_tokens=64, outstanding=4)
+_LAYERWISE, _SMALL_LAYERWISE = ("auto", "never"), ("always",)
 _FEWER = 4  # so many times fewer requests without a cache
 _RATE_REQUESTS, _RATE_CONTEXT, _RATE_OUTPUT = (1, 64), 1024, 128
 
@@ -31,6 +32,8 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     have been sent once more, the last ones first, so that the tiers below have the others. A sample counts for the tier
     that had most of its tokens, by the daemon's own answer; median and most. other_first_tokens: of how many it was
     another than from the GPU tier. On a GPU passes with and without a graph sum in other orders, so it may be.
+    layerwise: `worker.layerwise_loads` of the daemon: by default, and "never", where prefixes come in whole blocks.
+    loaded_s and layerwise_loads: of each daemon; the second are the loads that did come layer by layer.
 
     text_analysis: 24 prefixes, more than the GPU tier holds; requests with a random one each, 64 at a time; and the
     same where none finds or leaves anything in the cache.
@@ -47,23 +50,39 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
             "cpu.bytes": _CPU_PROMPTS * prompt_bytes + prompt_bytes // 2,
             "worker.cuda_graphs_seconds": 6,
             "scheduler.load": "always",
+            # The small model's tokens are too small to be copied in parts.
+            **({} if device.measures else {"worker.layout": "layer"}),
         }
 
         async def run() -> dict[str, Any]:
-            async with asked_daemon(device, folder, settings) as daemon:
-                answer: dict[str, Any] = {"loaded_s": daemon.loaded_s}
-                if budget.allows("first tokens by tier"):
-                    with budget.attempt("first tokens by tier"):
-                        answer |= await _by_tier(daemon, length, budget)
-                if budget.allows("text analysis"):
-                    with budget.attempt("text analysis"):
-                        answer["text_analysis"] = await _text_analysis(daemon, workload)
-                return answer
+            answer: dict[str, Any] = {
+                "loaded_s": [],
+                "layerwise_loads": [],
+                "points": [],
+                "other_first_tokens": 0,
+                "text_analysis": {},
+            }
+            for number, layerwise in enumerate(_LAYERWISE if device.measures else _SMALL_LAYERWISE):
+                if not budget.allows(what := f"layer by layer: {layerwise}"):
+                    continue
+                with budget.attempt(what):
+                    given = {**settings, "worker.layerwise_loads": layerwise}
+                    async with asked_daemon(device, folder, given) as daemon:
+                        answer["loaded_s"].append(daemon.loaded_s)
+                        points, other = await _by_tier(daemon, length, budget)
+                        answer["points"] += [{"layerwise": layerwise, **point} for point in points]
+                        answer["other_first_tokens"] += other
+                        scheduler = (await daemon.client.stats()).scheduler
+                        answer["layerwise_loads"].append(scheduler.layerwise_loads)
+                        if number == 0 and budget.allows("text analysis"):
+                            answer["text_analysis"] = await _text_analysis(daemon, workload)
+            return answer
 
         return {"model": described, "prompt_tokens": length + _NEW_TOKENS, "settings": settings, **asyncio.run(run())}
 
 
-async def _by_tier(daemon: Asked, length: int, budget: Budget) -> dict[str, Any]:
+async def _by_tier(daemon: Asked, length: int, budget: Budget) -> tuple[list[dict[str, Any]], int]:
+    """Points, and how many first tokens were others than from the GPU tier."""
     prompts = [random_tokens(number, length + _NEW_TOKENS) for number in range(_PROMPTS)]
     samples: dict[str, list[float]] = {"none": [], "gpu": [], "cpu": [], "disk": []}
     first_tokens: list[int] = []
@@ -90,7 +109,7 @@ async def _by_tier(daemon: Asked, length: int, budget: Budget) -> dict[str, Any]
         for tier, waits in samples.items()
         if waits
     ]
-    return {"points": points, "other_first_tokens": other}
+    return points, other
 
 
 def _tier_of(answer: Clocked) -> str:
@@ -159,7 +178,13 @@ def _more_with_a_cache(answer: Mapping[str, Any]) -> float | None:
 
 
 def _first(tier: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return point_figure("first_token_ms", tier=tier)
+    return point_figure("first_token_ms", tier=tier, layerwise=_LAYERWISE[0])
+
+
+def _whole_blocks_ratio(answer: Mapping[str, Any]) -> float | None:
+    """The first token from CPU memory by default over that in whole blocks."""
+    times = [point_figure("first_token_ms", tier="cpu", layerwise=mode)(answer) for mode in _LAYERWISE]
+    return None if times[0] is None or not times[1] else round(times[0] / times[1], 3)
 
 
 PREDICTIONS = (
@@ -174,6 +199,12 @@ PREDICTIONS = (
         at_most=400,
     ),
     Prediction("1B over gRPC, first token of 8,256 tokens, none cached", "50 to 120 ms", _first("none"), at_most=250.0),
+    Prediction(
+        "1B over gRPC, first token from CPU memory, layer by layer where that pays over whole blocks",
+        "0.7 to 1.0 times",
+        _whole_blocks_ratio,
+        at_most=1.1,
+    ),
     Prediction(
         "1B over gRPC, requests a second of text analysis with a cache over without",
         "4 to 8 times",
@@ -190,5 +221,5 @@ PREDICTIONS_8B = (
     ),
 )
 
-PART = Part("daemon", 50, measure, predictions=PREDICTIONS)
+PART = Part("daemon", 65, measure, predictions=PREDICTIONS)
 PART_8B = Part("daemon_8b", 60, measure_8b, predictions=PREDICTIONS_8B)

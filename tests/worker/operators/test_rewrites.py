@@ -349,7 +349,7 @@ def test_mlps_with_formulas_of_their_own_are_merged_and_not_compiled(name: str) 
         model = build_recurrent(name, mlp_multipliers=[0.9, 0.95])
     else:
         config, changes = WINDOWED[name]
-        changes |= {"sliding_window": 21, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0]}
+        changes = {**changes, "sliding_window": 21, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0]}
         model = AutoModelForCausalLM.from_config(tiny_config(config, GROUP_SIZES, **changes))
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     tokens = torch.arange(3, 15)[None]

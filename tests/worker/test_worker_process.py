@@ -27,6 +27,9 @@ from prefixd.worker_protocol.protocol import (
     FromWorker,
     Grow,
     Hello,
+    Layers,
+    Ping,
+    Pong,
     Ready,
     Shrink,
     Shrunk,
@@ -101,13 +104,22 @@ class Daemon:
         pool.destroy(frames)
         pool.forget(frames)
 
-    def start(self, request: int, tokens: list[int], frames: list[int], cached: int = 0, max_tokens: int = 8) -> None:
+    def start(
+        self,
+        request: int,
+        tokens: list[int],
+        frames: list[int],
+        cached: int = 0,
+        max_tokens: int = 8,
+        loading: bool = False,
+    ) -> None:
         self.connection.send(
             Start(
                 id=request,
                 tokens=np.array(tokens, "<u4").tobytes(),
                 generated=0,
                 cached_blocks=cached,
+                loading=loading,
                 frames=frames,
                 sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
             )
@@ -148,7 +160,7 @@ def daemon(settings: WorkerSettings) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def pool(daemon: Daemon) -> Iterator[FramePool]:
-    pool = daemon.hand_over_memory(frames=32)
+    pool = daemon.hand_over_memory(frames=48)
     yield pool
     daemon.close()
     pool.check_integrity()
@@ -201,6 +213,33 @@ def test_extend_cancel_and_errors_reach_the_worker(daemon, pool, rig, prompt):
     assert tokens[20] == rig.generate(prompt)
 
 
+def waiting_for_layers(daemon: Daemon, pool: FramePool, prompt: list[int], request: int) -> list[int]:
+    """Has the worker wait in the middle of a pass, whose first layer has come; returns the cached frames."""
+    frames = pool.allocate(4)
+    daemon.start(request, prompt, frames)
+    daemon.collect({request})
+    daemon.start(request + 1, prompt, [*frames[:3], *pool.allocate(1)], cached=3, loading=True)
+    daemon.connection.send(Layers(request + 1, 1))
+    for _ in range(3):  # the first may come before the pass
+        daemon.connection.send(Ping())
+        assert daemon.receive() == Pong(), "it answers, and has no result yet"
+    return frames
+
+
+def test_a_worker_waits_for_layers_and_goes_on_with_what_came_meanwhile(daemon, pool, rig, prompt):
+    frames = waiting_for_layers(daemon, pool, prompt, 50)
+    daemon.start(52, prompt[:20], pool.allocate(2))
+    daemon.connection.send(Layers(51, 2))
+    daemon.connection.send(Layers(51, 3))
+    tokens, _ = daemon.collect({51, 52})
+    assert tokens == {51: rig.generate(prompt), 52: rig.generate(prompt[:20])}
+    daemon.start(53, prompt, [*frames[:3], *pool.allocate(1)], cached=3, loading=True)
+    daemon.connection.send(Layers(53, 2))
+    daemon.connection.send(Cancel(53))
+    tokens, done = daemon.collect({53})
+    assert (tokens, done[53].reason) == ({}, "cancelled")
+
+
 def test_interrupt_from_the_terminal_is_the_daemons_business(daemon, pool, rig):
     daemon.process.send_signal(signal.SIGINT)
     daemon.start(30, [1, 2, 3], pool.allocate(1))
@@ -210,11 +249,9 @@ def test_interrupt_from_the_terminal_is_the_daemons_business(daemon, pool, rig):
 
 @pytest.mark.slow
 def test_the_memory_outlives_a_killed_worker(daemon, pool, settings, rig, prompt):
-    """A new worker goes on with the blocks that a dead one left."""
+    """A new worker goes on with the blocks that a dead one left, which was waiting for layers."""
     expected = rig.generate(prompt)
-    frames = pool.allocate(4)
-    daemon.start(40, prompt, frames, max_tokens=8)
-    daemon.collect({40})
+    frames = waiting_for_layers(daemon, pool, prompt, 40)
     daemon.process.kill()
     assert daemon.process.wait(TIMEOUT_S) == -signal.SIGKILL
     successor = Daemon(settings)
@@ -224,8 +261,8 @@ def test_the_memory_outlives_a_killed_worker(daemon, pool, settings, rig, prompt
         successor.connection.send(describe_memory(pool, export))
         send_export(successor.connection.socket, export)
         assert successor.receive() == Ready()
-        successor.start(41, prompt, [*frames[:3], *pool.allocate(1)], cached=3)
-        assert successor.collect({41})[0] == {41: expected}
+        successor.start(42, prompt, [*frames[:3], *pool.allocate(1)], cached=3)
+        assert successor.collect({42})[0] == {42: expected}
         successor.connection.send(Shutdown())
         assert successor.process.wait(TIMEOUT_S) == 0
     finally:

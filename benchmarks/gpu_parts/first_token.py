@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.common.plots import lines
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.engine_rig import EngineRig, Graphs, engine_rig
+from benchmarks.gpu_parts.rig.layer_loads import first_token_by_layers
 from benchmarks.gpu_parts.rig.lower_tiers import LowerTiers
 from benchmarks.gpu_parts.rig.model import random_model, random_tokens, shape
 from benchmarks.gpu_parts.rig.part import Budget, Part
@@ -24,9 +25,12 @@ _STEPS, _STEPS_BEHIND = (512, 2048, 8192), 8192
 _SMALL_STEPS = (64, 256)
 _NEW_TOKENS = 64
 _STEP_TOKENS = 8192
-_SOURCES = ("gpu", "gpu_eager", "gpu_one_call", "gpu_split", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
+_SOURCES = (
+    *("gpu", "gpu_eager", "gpu_one_call", "gpu_split", "gpu_unmapped", "gpu_dirty"),
+    *("cpu", "cpu_layers", "disk", "recomputed"),
+)
 _PLANS: Mapping[str, Plan] = {"gpu_one_call": plain, "gpu_split": split_long}
-_OTHER_KERNELS = ("recomputed", "gpu_eager", *_PLANS)
+_OTHER_KERNELS = ("recomputed", "gpu_eager", "cpu_layers", *_PLANS)
 """The others run the same kernels on the same bytes."""
 
 
@@ -37,8 +41,9 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     together as the daemon does but without its index, queue and gRPC; a whole daemon would first have to write 16 GB of
     weights. Every prompt ends with 64 new tokens. On the GPU the prefix is mapped still, or nowhere (gpu_unmapped), or
     every row maps other frames (gpu_dirty). The cached ways must give the same token; they run the same kernels on the
-    same bytes. The prompt's pass is a CUDA graph up to 16,384 tokens, but in gpu_eager; and in gpu_one_call and
-    gpu_split, where flash attention has one call, or the prefix in 8 pieces, whatever the worker would choose.
+    same bytes. The prompt's pass is a CUDA graph up to 16,384 tokens, but in gpu_eager; in cpu_layers, where the first
+    layers are computed while the last ones come from CPU memory, which must agree with gpu_eager; and in gpu_one_call
+    and gpu_split, where flash attention has one call, or the prefix in 8 pieces, whatever the worker would choose.
     "operators" are those of the part before, or merged: compiling takes time that this part has not.
 
     steps: a prompt of 8,192 tokens, computed in steps of so many tokens.
@@ -122,7 +127,10 @@ def _sources(
     def run(source: str, frames: Sequence[FrameId], before: Callable[[], object] = lambda: None) -> None:
         begin = time.perf_counter()
         before()
-        sampled[source] = rig.first_token(tokens, frames, 0 if source == "recomputed" else blocks)
+        if source == "cpu_layers":
+            sampled[source] = first_token_by_layers(rig, tiers.arena, tiers.copies, tokens, frames, blocks)
+        else:
+            sampled[source] = rig.first_token(tokens, frames, 0 if source == "recomputed" else blocks)
         point[f"{source}_ms"] = round((time.perf_counter() - begin) * 1e3, 2)
         rig.settle()
 
@@ -144,6 +152,8 @@ def _sources(
     tiers.save(computed[:blocks])
     rig.zero(loaded)
     run("cpu", loaded, lambda: tiers.load(loaded[:blocks]))
+    rig.zero(loaded)
+    run("cpu_layers", loaded)
     if tiers.write(blocks, budget):
         rig.zero(loaded)
         tiers.forget()
@@ -151,8 +161,8 @@ def _sources(
     else:
         budget.skipped.append(f"{len(tokens)} tokens from disk: writing them took too long")
     cached = {source: token for source, token in sampled.items() if source not in _OTHER_KERNELS}
-    if len(set(cached.values())) != 1:
-        raise RuntimeError(f"the first token depends on where the prefix of {len(tokens)} tokens was: {cached}")
+    if len(set(cached.values())) != 1 or sampled["cpu_layers"] != sampled["gpu_eager"]:
+        raise RuntimeError(f"the first token depends on where the prefix of {len(tokens)} tokens was: {sampled}")
     point |= {f"{source}_the_same": sampled[source] == sampled["gpu"] for source in _OTHER_KERNELS if source in sampled}
     return point
 
@@ -173,6 +183,16 @@ def _at(tokens: int, key: str, less: str | None = None) -> Callable[[Mapping[str
             if point["tokens"] == tokens + _NEW_TOKENS and key in point:
                 return float(point[key] - (0 if less is None else point[less]))
         return None
+
+    return find
+
+
+def _share(tokens: int, key: str, of: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Of the prompt behind `tokens` tokens, `key` as a share of another figure."""
+
+    def find(answer: Mapping[str, Any]) -> float | None:
+        part, whole = (_at(tokens, each)(answer) for each in (key, of))
+        return None if part is None or whole is None else part / whole
 
     return find
 
@@ -198,6 +218,12 @@ PREDICTIONS = (
         "5 ms more at most",
         _at(32768, "gpu_unmapped_ms", "gpu_ms"),
         at_most=10.0,
+    ),
+    Prediction(
+        "32,768 tokens from CPU memory, layer by layer against whole",
+        "0.79 to 0.83 of the time",
+        _share(32768, "cpu_layers_ms", "cpu_ms"),
+        at_most=0.92,
     ),
     Prediction(
         "8,192 tokens computed in steps of 512 against one step",

@@ -135,8 +135,16 @@ class EngineRig:
             self.kv.close(sequence, lambda: None)
         self.kv.poll(wait=True)
 
-    def start(self, tokens: Sequence[int], frames: Sequence[int], cached_blocks: int, max_tokens: int) -> int:
-        """Begin a greedy request; returns its number."""
+    def start(
+        self,
+        tokens: Sequence[int],
+        frames: Sequence[int],
+        cached_blocks: int,
+        max_tokens: int,
+        *,
+        loading: bool = False,
+    ) -> int:
+        """Begin a greedy request; returns its number. `loading`: as in `Start`, the engine listens for its layers."""
         request, self._next = self._next, self._next + 1
         refused = self.engine.start(
             Start(
@@ -144,11 +152,14 @@ class EngineRig:
                 tokens=np.array(tokens, dtype="<u4").tobytes(),
                 generated=0,
                 cached_blocks=cached_blocks,
+                loading=loading,
                 frames=list(frames),
                 sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
             )
         )
         self._check(refused)
+        if loading and self.engine.listen is not None and (come := self.engine.listen(request)) is not None:
+            self._check(self.engine.layers(come))
         return request
 
     def step(self) -> list[int]:
@@ -162,9 +173,11 @@ class EngineRig:
             for token in update.tokens
         ]
 
-    def first_token(self, tokens: Sequence[int], frames: Sequence[int], cached_blocks: int) -> int:
+    def first_token(
+        self, tokens: Sequence[int], frames: Sequence[int], cached_blocks: int, *, loading: bool = False
+    ) -> int:
         """Run a request for one token, and to its end."""
-        self.start(tokens, frames, cached_blocks, 1)
+        self.start(tokens, frames, cached_blocks, 1, loading=loading)
         sampled: list[int] = []
         while not sampled:
             sampled = self.step()

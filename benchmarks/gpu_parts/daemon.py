@@ -33,7 +33,7 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     that had most of its tokens, by the daemon's own answer; median and most. other_first_tokens: of how many it was
     another than from the GPU tier. On a GPU passes with and without a graph sum in other orders, so it may be.
     layerwise: `worker.layerwise_loads` of the daemon: by default, and "never", where prefixes come in whole blocks.
-    loaded_s and layerwise_loads: of each daemon; the second are the loads that did come layer by layer.
+    loaded_s and layerwise_loads: of each daemon; the second are requests that began before their last layers had come.
 
     text_analysis: 24 prefixes, more than the GPU tier holds; requests with a random one each, 64 at a time; and the
     same where none finds or leaves anything in the cache.
@@ -50,8 +50,6 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
             "cpu.bytes": _CPU_PROMPTS * prompt_bytes + prompt_bytes // 2,
             "worker.cuda_graphs_seconds": 6,
             "scheduler.load": "always",
-            # The small model's tokens are too small to be copied in parts.
-            **({} if device.measures else {"worker.layout": "layer"}),
         }
 
         async def run() -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     daemon = parts["daemon"]
     assert [point["tier"] for point in daemon["points"]] == ["none", "gpu", "cpu", "disk"]
     assert sum(point["samples"] for point in daemon["points"]) == 3 * 12 and daemon["other_first_tokens"] == 0
-    assert daemon["layerwise_loads"][0] > 0
+    assert len(daemon["layerwise_loads"]) == 1, "of one daemon; how many there are is chance"
     assert min(daemon["text_analysis"].values()) > 0
     for point in parts["memory_held"]["points"]:
         assert point["driver_bytes"] == point["held_bytes"] <= point["private_bytes"] <= point["preallocated_bytes"]

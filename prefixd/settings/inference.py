@@ -134,8 +134,8 @@ class WorkerSettings(Section):
     """How far the worker rewrites a model's layers, so that a step has fewer operators. model: not at all. merged: one
     matrix product for queries, keys and values and one for the gate and the values of an MLP, and RMSNorm in one
     operator. fused: also compiled rotary positions and activations (torch.compile, which takes up to a minute when a
-    model is first loaded). auto: fused on CUDA, model on a CPU. Projections, norms and functions
-    that change the logits, or cannot be compiled, are undone each by itself; log and `prefixd stats` say so."""
+    model is first loaded). auto: fused on CUDA, model on a CPU. Projections, norms and functions that
+    change the logits, or cannot be compiled, are undone each by itself; log and `prefixd stats` say so."""
     async_scheduling: bool = True
     """On CUDA: plan and queue a step while the one before it is computed, and read its tokens a step late, so that the
     GPU does not wait for the host. A token that ends a request is then known a step late, which costs one row of that

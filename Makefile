@@ -256,7 +256,8 @@ proto: $(INSTALLED)
 # network. What that Python lacks of the tests' packages comes as unpacked wheels on PYTHONPATH. Under nine minutes:
 # the benchmark gets the time that the tests leave, leaves out its last parts for which there is none, and writes each
 # part before the next begins. It also runs when a test has failed, since a GPU is rarely at hand. A tree with changes,
-# or a copy without its repository, is refused before the tests; GPU_OPTIONS=--with-changes measures it.
+# or a copy without its repository, is refused before the tests; GPU_OPTIONS=--with-changes measures it, with GPU_RESULTS
+# outside the repository.
 GPU_PYTHON ?= $(BIN)/python python3 python3.13 python3.12 python3.11
 GPU_SECONDS ?= 540
 GPU_TEST_SECONDS ?= 130

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.common.harness import BenchmarkError
 from benchmarks.gpu_parts.decode import MODES
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
@@ -64,6 +65,26 @@ def test_without_a_gpu_it_says_so_and_ends_well(
     said = capsys.readouterr().out
     assert len(said.splitlines()) == 1 and "no CUDA GPU" in said
     assert "no CUDA GPU" in json.loads(file.read_text())["skipped"]
+
+
+@pytest.mark.parametrize("commit", ["0123abc+changes", None])
+def test_a_tree_that_no_commit_has_is_refused_before_anything_runs(
+    commit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "circumstances", lambda: {"commit": commit})
+    monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--json", str(tmp_path / "result.json")])
+    with pytest.raises(BenchmarkError, match=r"no commit has this tree .* --with-changes"):
+        gpu.main()
+
+
+def test_a_dry_run_lists_the_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--device", "cpu", "--dry-run", "--plot-dir", str(tmp_path), "--only", "machine", "--only", "swap"]
+    monkeypatch.setattr(sys, "argv", ["gpu", *options])
+    gpu.main()
+    assert "machine 12, swap 12; together 24" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

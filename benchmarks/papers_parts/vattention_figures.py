@@ -195,8 +195,9 @@ VATTENTION_FIGURES = (
         ),
         conditions="Yi-6B, FlashAttention, 2,048 tokens a step; FlashInfer: 1.13 to 1.27",
         ours="the small model, prompts of 512 to 4,096 tokens, 512 a step. GPU: a model of 8B's size",
-        why="A paged pass copies all earlier blocks together, so the loss grows with the prompt; the small model's "
-        "prompts are short, and its other layers weigh more.",
+        why="On a CPU a paged pass copies all earlier blocks of a layer together. By token, a layer's keys "
+        "lie 16 KiB apart and in the copy side by side: reading those takes four fifths of the time (4,096 keys), so "
+        "that the copy pays with long prompts. The paper's loss is its kernels'.",
         seconds=90,
         cpu=_first_token,
         gpu=_first_token_on_gpu,
@@ -214,8 +215,8 @@ VATTENTION_FIGURES = (
         ),
         conditions="one GPU; decoding needs 0.6 GB/s at most",
         ours="64 chunks of host memory that exist already, mapped one by one. GPU: map and access, one by one",
-        why="In host memory each page of 4 KB is entered in the page table when it is mapped, so that the rate hardly "
-        "grows with the size.",
+        why="In host memory each page of 4 KB is entered in the page table when it is mapped, which bounds the rate; "
+        "with small chunks the call itself takes most of the time, as on a GPU.",
         seconds=15,
         cpu=_bandwidth,
         gpu=_bandwidth_on_gpu,
@@ -291,8 +292,8 @@ VATTENTION_FIGURES = (
         ),
         conditions="Llama-3-8B, batch 4, 32K tokens; a page for each request at the same step",
         ours="the small model, batch 4; a prefix of 3,072 tokens (192 blocks) is mapped for a new request; medians",
-        why="The worker's mapping runs beside the step that asks for it, on a CPU that computes at the same time; a "
-        "call of the kernel costs little here.",
+        why="Here the thread that maps and the step share two cores and one interpreter, so that the mapping takes its "
+        "time beside the step as before it. On a GPU the device computes the step.",
         seconds=70,
         cpu=_overlap,
     ),

@@ -206,8 +206,9 @@ VTENSOR_FIGURES = (
         conditions="Yi-6B's heads, 16K tokens of which half are the prefix; then other parts",
         ours="the same heads in float32, 1,024 tokens, batches 1 to 4, prefixes of a quarter to seven eighths. GPU: "
         "128 tokens behind 8,192",
-        why="Computing a prompt takes far longer than copying its blocks together, so on a CPU little is left of the "
-        "paged kernel's loss: the paper's baseline was slow in computing. The GPU's batched kernel runs a prompt "
+        why="Computing a prompt takes far longer than copying its blocks together, and reads the copy faster than rows "
+        "(vAttention, table 6), so on a CPU nothing is left of the paged kernel's loss: the paper's baseline was slow "
+        "in computing. The GPU's batched kernel runs a prompt "
         "behind a long prefix on few of its processors, a call a request does not.",
         seconds=60,
         cpu=_prefill_kernels,
@@ -241,8 +242,9 @@ VTENSOR_FIGURES = (
         conditions="Yi-6B; 12K tokens shared and 4K of its own, 10 generated; chats of 2K and 2K tokens a turn",
         ours="3,072 tokens shared and 1,024 of its own, 10 generated; a turn of 256 tokens and 64 generated behind "
         "1,024",
-        why="The block tables' loss grows with the keys that are read for each computed token; the shares are the "
-        "paper's, the lengths a quarter and less.",
+        why="Block tables lose where few tokens are computed behind many keys, as in decoding. Behind the prefix a "
+        "quarter of each prompt is computed, which reads their copy faster than rows (vAttention, table 6). The shares "
+        "are the paper's, the lengths a quarter and less.",
         seconds=110,
         cpu=_prefix_caching,
     ),

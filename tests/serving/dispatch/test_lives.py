@@ -224,7 +224,9 @@ def test_nothing_is_lost_whatever_happens(
     elastic: bool,
 ) -> None:
     async def scenario() -> None:
-        options = {"policy": policy, "preemption": mode, "max_running": 3, "look_ahead": 2, "layerwise": "always"}
+        options = {"policy": policy, "preemption": mode, "max_running": 3, "look_ahead": 2}
+        if model == "layers":  # they come beside nothing else
+            options |= {"layerwise": "always", "load": "always"}
         parts = MODELS[model].block_frames + MODELS[model].state_frames
         async with bench_of(parts * frames, parts * cpu_slots, model=model, **options) as bench:
             requests: list[Request] = []
@@ -232,7 +234,7 @@ def test_nothing_is_lost_whatever_happens(
             if operator.elastic is not None:
                 await until(lambda: operator.elastic.figures is not None)
             before: list[tuple[str, Any, Any]] = []
-            if paced:  # both at once
+            if paced:  # both at once, or layer by layer
                 before = [
                     ("cache", 0, None),
                     ("pace", 2, None),
@@ -240,6 +242,7 @@ def test_nothing_is_lost_whatever_happens(
                     ("arrive", 0, 5),
                     ("turns", 9, None),
                 ]
+                bench.engine.pass_on = int(model == "layers")
             for what, first, second in [*before, *happenings]:
                 bench.now += 0.5
                 await happen(bench, operator, requests, what, first, second)

@@ -47,7 +47,8 @@ class Gate(CopyEngine):
         self.pass_on = 0
         """So many copies go on though it is shut."""
         self.error: SwapError | None = None
-        """Copies that have waited fail with it."""
+        """Copies to `error_into`, addresses, that have waited fail with it."""
+        self.error_into = range(1 << 63)
 
     async def copy(self, pairs: Sequence[tuple[Span, Span]]) -> None:
         if not self.open.is_set() and self.pass_on:
@@ -56,7 +57,7 @@ class Gate(CopyEngine):
             self.waiting += 1
             await self.open.wait()
             self.waiting -= 1
-            if self.error is not None:
+            if self.error is not None and pairs[0][0].address in self.error_into:
                 raise self.error
         await self._engine.copy(pairs)
 

@@ -21,7 +21,7 @@ from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Done
 from prefixd_scheduler import Distance
-from prefixd_swap import FramePool
+from prefixd_swap import DeviceError, FramePool
 from tests.serving.bench import Bench, Events, Expected, Supervisor
 from tests.serving.fake_worker import BLOCK, MODELS
 from tests.slow import slow_but
@@ -43,6 +43,7 @@ HAPPENINGS = st.lists(
         st.tuples(st.just("no memory"), NUMBERS, st.none()),
         st.tuples(st.just("fail"), NUMBERS, st.none()),
         st.tuples(st.just("gate"), st.booleans(), st.none()),
+        st.tuples(st.just("loads fail"), st.booleans(), st.none()),
         st.tuples(st.just("die"), st.none(), st.none()),
         st.tuples(st.just("ready"), st.none(), st.none()),
         st.tuples(st.just("forget"), st.integers(0, 5), st.none()),
@@ -152,6 +153,10 @@ async def happen(bench: Bench, operator: Operator, requests: list[Request], what
         dispatcher.on_done(Done(number, reason, "as the test says", tail_blocks=tail))
     elif what == "gate":
         bench.engine.open.set() if first else bench.engine.open.clear()
+    elif what == "loads fail" and bench.kv.layers is not None:
+        pool = bench.cache.tiers.frames
+        bench.engine.error_into = range(pool.first_address, pool.first_address + pool.most * pool.frame_bytes)
+        bench.engine.error = DeviceError("as the test says") if first else None
     elif what == "die":
         bench.die()
         operator.supervisor.load(coming_bytes=4 * operator.pool.frame_bytes)
@@ -242,12 +247,15 @@ def test_nothing_is_lost_whatever_happens(
                     ("arrive", 0, 5),
                     ("turns", 9, None),
                 ]
-                bench.engine.pass_on = int(model == "layers")
+                if model == "layers":
+                    bench.engine.pass_on = cpu_slots % 4
+                    before.append(("loads fail", frames % 2, None))
             for what, first, second in [*before, *happenings]:
                 bench.now += 0.5
                 await happen(bench, operator, requests, what, first, second)
                 check(bench, requests)
             bench.engine.open.set()
+            bench.engine.error = None
             operator.others = 0
             bench.now += 20.0
             operator.supervisor.become_ready()

@@ -8,6 +8,7 @@ most urgent first. A row is held in the source tier while it is copied.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -35,6 +36,8 @@ from prefixd.cache.tiers import Tiers
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.tiers import MemoryTier, Tier
 from prefixd_swap.transfers import PIECE_BYTES, Urgency
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -305,6 +308,7 @@ class Mover:
         for row in rows.tolist():
             self._moving[trie.ordinal, row, tier.level] = movement
         movement.task = self.spawn(self._fetch(trie, rows, tier, wanted, movement))
+        movement.task.add_done_callback(partial(_note_unwanted, movement))
         return movement
 
     async def _arrived(self, movement: Movement) -> bool:
@@ -365,3 +369,9 @@ class Mover:
                 if missing := self.disk.missing(trie, its):
                     self.lost[f"not written: {self.placement.why_unwritten(tenant, trie)}"] += missing
         return written
+
+
+def _note_unwanted(movement: Movement, task: asyncio.Task[bool]) -> None:
+    """Logs the error of a movement whose callers were all cancelled: none of them sees it."""
+    if movement.dropped and not task.cancelled() and (error := task.exception()) is not None:
+        log.error("blocks that nobody waits for could not be moved: %s", error)

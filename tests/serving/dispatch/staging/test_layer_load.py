@@ -157,6 +157,19 @@ async def test_a_request_is_cancelled_while_its_layers_come(make_bench: MakeBenc
     assert bench.dispatcher.context.budget.taken == 0 and not bench.cache.tiers.compute.in_flight
 
 
+async def test_a_copy_fails_for_which_nobody_waits(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
+    """Its request has been cancelled. The daemon's log says so; otherwise asyncio logs an error nobody has read."""
+    bench, request = await begun(make_bench)
+    bench.dispatcher.cancel(request)
+    bench.answer_cancels()
+    await bench.quiet_but_for_copies()
+    bench.engine.error = DeviceError("the copy failed, as the test says")
+    bench.engine.open.set()
+    await bench.quiet()
+    assert "blocks that nobody waits for could not be moved: the copy failed, as the test says" in caplog.text
+    assert not bench.cache.tiers.compute.in_flight
+
+
 async def test_the_worker_dies_while_layers_come(make_bench: MakeBench, events: Events, expected: Expected) -> None:
     bench, request = await begun(make_bench)
     bench.die()

@@ -115,7 +115,7 @@ test: $(INSTALLED)
 # With two workers a quarter of the two cores' time is idle: these wait for disks and for each other's processes.
 test-slow: TEST_WORKERS := 3
 test-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m slow $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m slow $(PYTEST_OPTIONS) $(TESTS)
 
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) $(TESTS)

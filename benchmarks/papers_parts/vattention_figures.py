@@ -179,7 +179,7 @@ VATTENTION_FIGURES = (
         ours="64 chunks of host memory one by one, through prefixd's classes. GPU: one chunk of 2 MiB, CUDA's calls",
         why="A CPU has no call for access. In host memory `create` fills pages of 4 KB with zeros and `map` enters "
         "each in the page table, so that both take their time by the byte, where CUDA's calls take it by the call.",
-        seconds=15,
+        seconds=4,
         cpu=_calls,
         gpu=_calls_on_gpu,
     ),
@@ -198,7 +198,7 @@ VATTENTION_FIGURES = (
         why="On a CPU a paged pass copies all earlier blocks of a layer together. By token, a layer's keys "
         "lie 16 KiB apart and in the copy side by side: reading those takes four fifths of the time (4,096 keys), so "
         "that the copy pays with long prompts. The paper's loss is its kernels'.",
-        seconds=90,
+        seconds=50,
         cpu=_first_token,
         gpu=_first_token_on_gpu,
     ),
@@ -217,7 +217,7 @@ VATTENTION_FIGURES = (
         ours="64 chunks of host memory that exist already, mapped one by one. GPU: map and access, one by one",
         why="In host memory each page of 4 KB is entered in the page table when it is mapped, which bounds the rate; "
         "with small chunks the call itself takes most of the time, as on a GPU.",
-        seconds=15,
+        seconds=10,
         cpu=_bandwidth,
         gpu=_bandwidth_on_gpu,
     ),
@@ -255,7 +255,7 @@ VATTENTION_FIGURES = (
         conditions="Yi-6B and Llama-3-8B, 1K to 192K tokens, FlashAttention; FlashInfer: 1.03 to 1.45",
         ours="the runs of table 6",
         why="As in table 6.",
-        seconds=90,
+        seconds=50,
         cpu=_prefill_throughput,
     ),
     Figure(
@@ -277,7 +277,7 @@ VATTENTION_FIGURES = (
         "result with the part `decode_16k`",
         why="On a CPU block tables are copied together in every layer. 1,024 tokens are a sixteenth of the paper's "
         "contexts.",
-        seconds=70,
+        seconds=60,
         cpu=_decode,
         gpu=_decode_on_gpu,
     ),
@@ -294,7 +294,7 @@ VATTENTION_FIGURES = (
         ours="the small model, batch 4; a prefix of 3,072 tokens (192 blocks) is mapped for a new request; medians",
         why="Here the thread that maps and the step share two cores and one interpreter, so that the mapping takes its "
         "time beside the step as before it. On a GPU the device computes the step.",
-        seconds=70,
+        seconds=75,
         cpu=_overlap,
     ),
     Figure(
@@ -314,7 +314,7 @@ VATTENTION_FIGURES = (
         "tokens that is attached, over the time of such a prompt on a model of 8B's size, between those measured",
         why="A token of the small model takes 16 KiB, an eighth of Llama's, so there is less to map, and a CPU takes "
         "longer to compute.",
-        seconds=30,
+        seconds=20,
         cpu=_before_a_prompt,
         gpu=_before_a_prompt_on_gpu,
     ),

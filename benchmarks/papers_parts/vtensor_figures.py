@@ -187,7 +187,7 @@ VTENSOR_FIGURES = (
         ours="the same heads in float32, 2,048 tokens, batches 1 to 8; lengths 128 to 4,096 at batch 4, heads at batch "
         "2. GPU: 32 and 8 heads, 8,192 tokens, batches 1 to 64, lengths 1,024 to 32,768 at batch 8",
         why=f"{_KERNEL_WHY}.",
-        seconds=25,
+        seconds=15,
         cpu=_decode_kernels,
         gpu=_decode_kernels_on_gpu,
     ),
@@ -210,7 +210,7 @@ VTENSOR_FIGURES = (
         "(vAttention, table 6), so on a CPU nothing is left of the paged kernel's loss: the paper's baseline was slow "
         "in computing. The GPU's batched kernel runs a prompt "
         "behind a long prefix on few of its processors, a call a request does not.",
-        seconds=60,
+        seconds=40,
         cpu=_prefill_kernels,
         gpu=_prefill_kernels_on_gpu,
     ),
@@ -227,7 +227,7 @@ VTENSOR_FIGURES = (
         ours="prompts of about 256 tokens, outputs of 64, batches 1 to 8, the worker against itself with block tables",
         why="Both sides are the same engine, so only attention differs, and with short contexts attention is a small "
         "part of a pass. The paper's sides differ in their kernels, too.",
-        seconds=110,
+        seconds=100,
         cpu=_single_generation,
     ),
     Figure(
@@ -245,7 +245,7 @@ VTENSOR_FIGURES = (
         why="Block tables lose where few tokens are computed behind many keys, as in decoding. Behind the prefix a "
         "quarter of each prompt is computed, which reads their copy faster than rows (vAttention, table 6). The shares "
         "are the paper's, the lengths a quarter and less.",
-        seconds=110,
+        seconds=95,
         cpu=_prefix_caching,
     ),
     Figure(
@@ -268,7 +268,7 @@ VTENSOR_FIGURES = (
         "then three waves of 2 and 16 requests. GPU: batches 1 to 64 of 512 to 8,192 tokens, as the driver counts",
         why="The paper's share is of the whole GPU, with the weights; ours is of the KV memory alone. How much is free "
         "depends on how much longer the longest sequence is than the usual one.",
-        seconds=50,
+        seconds=30,
         timed=False,
         cpu=_held,
         gpu=_held_on_gpu,

@@ -42,5 +42,20 @@ def _engines(r: Figures) -> str:
     return f"A real vLLM on a GPU, chats after a restart of the engine: {found}"
 
 
-GPU: Mapping[str, Sentence] = {"nvidia_*.json": _gpu, "gpu_engines.json": _engines}
+def _host_share(r: Figures) -> str:
+    copies, pages, decode = r["copies"], r["pages"], r["decode"]
+    return (
+        "Without a GPU, what the host adds where the driver's calls cost nothing: copies in pieces of 4 and 32 MiB are "
+        f"bound at {copies['gbps_4']:.0f} and {copies['gbps_32']:.0f} GB/s; pages of all layers in one launch take "
+        f"{pages['us_a_layer_load']:.0f} us a layer to load and {pages['us_a_layer_save']:.0f} us to save; a decode "
+        f"step {decode['step_ms_1']:.2f} ms with one request, {decode['step_ms_64']:.2f} ms with 64 and "
+        f"{decode['step_ms_128']:.2f} ms with 128"
+    )
+
+
+GPU: Mapping[str, Sentence] = {
+    "nvidia_*.json": _gpu,
+    "gpu_engines.json": _engines,
+    "host_share.json": _host_share,
+}
 """By name of the file."""

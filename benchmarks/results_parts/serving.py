@@ -144,6 +144,15 @@ def _resize(r: Figures) -> str:
     )
 
 
+def _layerwise(r: Figures) -> str:
+    return (
+        f"A prefix of {r['prefix_tokens']:,} tokens in CPU memory, over a link of {r['mb_per_s']:,} MB/s: the first "
+        f"token after {r['layers_ms']:,.0f} ms when layers are computed as they come, {r['whole_ms']:,.0f} ms after "
+        f"whole blocks, {r['gpu_ms']:,.0f} ms with the prefix on the GPU tier: {r['ratio']:.2f} of the time, "
+        f"{r['expected_ratio']:.2f} at best"
+    )
+
+
 def _breathe(r: Figures) -> str:
     return (
         f"Two daemons on one device, whose tiers grow and shrink, with requests in turns, together and none: "
@@ -179,6 +188,7 @@ SERVING: Mapping[str, Sentence] = {
     "chat.json": _chat,
     "tree_search.json": _tree_search,
     "load_or_recompute.json": _load_or_recompute,
+    "layerwise.json": _layerwise,
     "scheduler.json": _scheduler,
     "plan.json": _plan,
     "plan_check.json": _plan_check,

@@ -149,7 +149,7 @@ def _layerwise(r: Figures) -> str:
         f"A prefix of {r['prefix_tokens']:,} tokens in CPU memory, over a link of {r['mb_per_s']:,} MB/s: the first "
         f"token after {r['layers_ms']:,.0f} ms when layers are computed as they come, {r['whole_ms']:,.0f} ms after "
         f"whole blocks, {r['gpu_ms']:,.0f} ms with the prefix on the GPU tier: {r['ratio']:.2f} of the time, "
-        f"{r['expected_ratio']:.2f} at best"
+        f"where four slabs should give {r['expected_ratio']:.2f}"
     )
 
 

@@ -142,9 +142,10 @@ class WorkerSettings(Section):
     step. With beam searches and a draft model the tokens are read at once."""
     layerwise_loads: Literal["auto", "always", "never"] = "auto"
     """Whether a request computes its first layers while the last layers of its cached prefix come from CPU memory.
-    auto: on CUDA, for a request that would run alone and that loads at least 64 MiB, in 2 to 4 slabs of layers. always:
-    on a CPU, too, and however little is loaded; for comparison. never: a request waits for its whole load. For models
-    of one group of full attention that read no images, without a draft; not for beam searches."""
+    auto: on CUDA, for a request that would run alone and that loads at least 64 MiB, in 2 to 4 slabs of layers, up to
+    4,096 blocks. always: on a CPU, too, and however little is loaded; for comparison. never: a request waits for its
+    whole load. For models of one group of full attention that read no images, without a draft; not for beam
+    searches."""
     max_running: Count = 8
     """The most requests computed at once; on CUDA 64, unless it is set."""
     max_step_tokens: Count = 512

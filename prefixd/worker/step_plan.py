@@ -18,6 +18,11 @@ from prefixd.worker_protocol.errors import RequestError
 from prefixd.worker_protocol.protocol import Done
 from prefixd_swap.errors import SwapError
 
+_Wanted = tuple[Run | BeamRun, Run | Beam, int]
+"""A run, one of its members, and how many tokens of it can be computed."""
+_Planned = tuple[Run | BeamRun, Run | Beam, int, int]
+"""The same, how many are, and how many the draft may propose behind them."""
+
 
 @dataclass(slots=True)  # not frozen: that takes three times as long, 64 times a step
 class StepPart:
@@ -78,7 +83,7 @@ class StepPlanner:
 
     def plan(self) -> list[StepPart]:
         """First the members that decode, a token each; then prompts, in the order of arrival, with the tokens left."""
-        counts: list[tuple[Run | BeamRun, Run | Beam, int, int]] = []
+        counts: list[_Planned] = []
         prompts = []
         for each in self._ready():
             run, member, _ = each
@@ -109,9 +114,7 @@ class StepPlanner:
             parts.append(StepPart(run, member, start, count, followed, ahead, kept))
         return parts
 
-    def _with_embeddings(
-        self, counts: list[tuple[Run | BeamRun, Run | Beam, int, int]]
-    ) -> list[tuple[Run | BeamRun, Run | Beam, int, int]]:
+    def _with_embeddings(self, counts: list[_Planned]) -> list[_Planned]:
         """Embeds the images that the pass needs. Returns the entries without those of runs whose image failed."""
         usable = []
         for run, member, count, ahead in counts:
@@ -140,16 +143,16 @@ class StepPlanner:
             return count  # an unread token is a member's only one, and it decodes
         return max(0, stop // self._model.cell_tokens * self._model.cell_tokens - member.computed)
 
-    def _ready(self) -> list[tuple[Run | BeamRun, Run | Beam, int]]:
+    def _ready(self) -> list[_Wanted]:
         """The members with tokens to compute, and how many, of runs that have memory for them; waits for a mapping if
         no run has. A run whose layers still come is alone, and only if there is no other: its pass waits for them.
 
         A request that decodes goes on while memory for later tokens is being mapped.
         """
         kv = self._kv
-        ready: list[list[tuple[Run | BeamRun, Run | Beam, int]]] = []
-        waiting: list[list[tuple[Run | BeamRun, Run | Beam, int]]] = []
-        loading: list[list[tuple[Run | BeamRun, Run | Beam, int]]] = []
+        ready: list[list[_Wanted]] = []
+        waiting: list[list[_Wanted]] = []
+        loading: list[list[_Wanted]] = []
         for run in self._runs:
             counts, mapped = [], True
             for member in run.members:
@@ -158,7 +161,7 @@ class StepPlanner:
                     mapped = mapped and kv.ready(member.memory, member.computed + count)
             if counts:
                 (loading if run.loading else ready if mapped else waiting).append(counts)
-        usable: list[tuple[Run | BeamRun, Run | Beam, int]] = []
+        usable: list[_Wanted] = []
         for counts in ready or waiting or loading[:1]:
             try:
                 for _, member, count in counts:

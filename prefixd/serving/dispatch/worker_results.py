@@ -93,9 +93,10 @@ class WorkerResults:
         if self._observe_encoding(step):
             return
         asked = step.computed_tokens - step.proposed_tokens
-        waited = any(each.id in running and running[each.id].run.by_layers for each in step.updates)
-        # Mostly prefill, which a cached prefix saves; a pass that has waited for layers says nothing of computing.
-        if asked > 2 * step.passes * (len(step.updates) + searched) and not waited:
+        if asked <= 2 * step.passes * (len(step.updates) + searched):
+            return  # mostly decoding, which a cached prefix does not save
+        if not any(each.id in running and running[each.id].run.by_layers for each in step.updates):
+            # A pass that has waited for layers says nothing of computing.
             self._context.cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
 
     def _observe_encoding(self, step: Step) -> bool:

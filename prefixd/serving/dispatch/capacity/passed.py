@@ -50,6 +50,8 @@ class PassedRequests:
 
     def passes(self, queued: QueuedRequest) -> bool:
         """Whether requests behind this one pass it in this round."""
+        if not self._share.short:
+            return False
         request = self._waiting[queued.id]
         if not self._is_too_large(request) or (len(self._passed) >= _MOST and request.id not in self._passed):
             return False

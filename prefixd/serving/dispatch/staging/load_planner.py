@@ -20,6 +20,10 @@ from prefixd.serving.loading.tail_load import TailPlan
 from prefixd.serving.request.request import Request
 from prefixd_scheduler import LOADED_FROM, Distance, LoadPlan, Stretch, plan_load
 
+MOST_LAYER_BLOCKS = 4096
+"""Blocks of a load layer by layer, at most: they are listed in one go, which costs the event loop 1 us a block. What is
+longer comes in pieces of whole blocks."""
+
 
 class LoadPlanner:
     """Chooses what to load for the next requests, and judges its choices later.
@@ -167,8 +171,13 @@ class LoadPlanner:
         if not (tiers.compute.backed and tiers.shared.backed):
             return None  # of a planner, which copies nothing
         lacking = trie.lacking(request.rows, tiers.compute.level, request.wanted)
-        slabs = layers.slabs(int(np.count_nonzero(lacking)), least=self._layerwise == "always")
-        if len(slabs) < 2 or (lacking & ~trie.there[request.rows, tiers.shared.level]).any():
+        blocks = int(np.count_nonzero(lacking))
+        slabs = layers.slabs(blocks, least=self._layerwise == "always")
+        if (
+            blocks > MOST_LAYER_BLOCKS
+            or len(slabs) < 2
+            or (lacking & ~trie.there[request.rows, tiers.shared.level]).any()
+        ):
             return None
         return LayerLoad(request.rows, lacking, layers, slabs, ready)
 

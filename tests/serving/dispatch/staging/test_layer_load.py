@@ -11,6 +11,7 @@ import pytest
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import GPU, Rows
 from prefixd.serving.dispatch import hand_over
+from prefixd.serving.dispatch.staging import load_planner
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, Layers, Start
@@ -228,6 +229,18 @@ async def test_a_prefix_comes_whole(make_bench: MakeBench, options: dict[str, st
     request = bench.submit(PROMPT, max_tokens=2)
     await bench.finish(request)
     assert starts(bench, request) == [False] and bench.dispatcher.counters.layerwise_loads == 0
+
+
+@pytest.mark.parametrize(("most", "loading"), [(BLOCKS - 1, False), (BLOCKS, True)])
+async def test_a_prefix_of_more_blocks_than_are_listed_at_once_comes_whole(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, most: int, loading: bool
+) -> None:
+    monkeypatch.setattr(load_planner, "MOST_LAYER_BLOCKS", most)
+    bench = await make_bench(16, model="layers", layerwise="always")
+    await bench.cached(PROMPT)
+    request = bench.submit(PROMPT, max_tokens=3)
+    await bench.finish(request)
+    assert bench.dispatcher.counters.layerwise_loads == loading
 
 
 async def test_beside_other_requests_a_prefix_comes_whole(make_bench: MakeBench) -> None:

@@ -138,18 +138,22 @@ def test_hits_are_told_by_tier(remote: Remote, prompt: Callable[..., list[int]])
 
 
 def test_a_prefix_in_cpu_memory_comes_layer_by_layer(remote: Remote, prompt: Callable[..., list[int]]) -> None:
-    """It leaves the GPU tier for the CPU tier, since that shrinks for a moment."""
+    """It leaves the GPU tier for the CPU tier, since that shrinks for a moment. Of a load so small all layers may have
+    come before its run begins; not each time."""
     evict(remote)
     tokens = prompt(161)
     first = remote.generate(tokens)
     before = remote.settled().scheduler.layerwise_loads
-    for nbytes in (32 << 10, 4 << 20):
-        *_, resized = remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=nbytes))
-        assert resized.done
-    again = remote.generate(tokens)
-    assert again.hits == (64, 96, 0), "the smaller tier had room for four blocks"
-    assert again.tokens == first.tokens
-    assert remote.stats().scheduler.layerwise_loads == before + 1
+    for _ in range(5):
+        for nbytes in (32 << 10, 4 << 20):
+            *_, resized = remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=nbytes))
+            assert resized.done
+        again = remote.generate(tokens)
+        assert again.hits == (64, 96, 0), "the smaller tier had room for four blocks"
+        assert again.tokens == first.tokens
+        if remote.stats().scheduler.layerwise_loads > before:
+            return
+    pytest.fail("no run began before the last layers had come")
 
 
 def test_many_at_once_with_shared_prefixes(remote: Remote, prompt: Callable[..., list[int]]) -> None:

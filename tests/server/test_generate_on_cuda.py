@@ -127,12 +127,16 @@ def test_every_tier_and_a_restart_give_the_same_answer(remote: Remote, prompt: C
     on_gpu = ask()
     assert on_gpu.hits == (cached, 0, 0)
     assert_alike(on_gpu, first)
-    for variant in range(1, 5):  # of 7 blocks each
-        remote.generate(prompt(200, variant))
-    on_cpu = ask()
-    assert on_cpu.hits == (0, cached, 0)
-    assert on_cpu.tokens == on_gpu.tokens
-    assert remote.stats().scheduler.layerwise_loads == 1
+    for first_variant in range(1, 21, 4):
+        for variant in range(first_variant, first_variant + 4):  # of 7 blocks each
+            remote.generate(prompt(200, variant))
+        on_cpu = ask()
+        assert on_cpu.hits == (0, cached, 0)
+        assert on_cpu.tokens == on_gpu.tokens
+        if remote.stats().scheduler.layerwise_loads:  # of a load so small all layers may come before its run begins
+            break
+    else:
+        pytest.fail("no run began before the last layers had come")
 
     together = remote.sequences(tokens, n=2, seed=3)
     assert [len(answer.tokens) for answer in together] == [12, 12]

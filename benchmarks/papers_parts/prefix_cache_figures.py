@@ -65,7 +65,7 @@ def _tiers(short: bool) -> Measured:
 def _latency(short: bool) -> Measured:
     servings = (NO_CACHE, *(Serving(name="+".join(tiers), tiers=tiers) for tiers in TIER_SETS))
     cells = [Cell(serving, _length(short), one_by_one=True) for serving in servings]
-    none, *sets = _measure(cells, short, 64, 1)
+    none, *sets = _measure(cells, short, 48, 1)
     alone = none.figures.ttft_s.p50
     values = {name: each.figures.ttft_s.p50 / alone for name, each in zip(_SET_NAMES, sets, strict=True)}
     return Measured(values, details=_rates([none, *sets]))
@@ -88,7 +88,7 @@ def _prefetch(short: bool) -> Measured:
         Cell(without, length, disk_bytes_per_s=disk),
         Cell(Serving(name="all tiers, fpf"), length, disk_bytes_per_s=disk),
     ]
-    gpu, swapping, ahead = _measure(cells, short, 64, 2)
+    gpu, swapping, ahead = _measure(cells, short, 48, 2)
     values = {"without": measuring.ratio(swapping, gpu), "with": measuring.ratio(ahead, gpu)}
     return Measured(values, details=_rates([gpu, swapping, ahead]))
 
@@ -118,7 +118,7 @@ def _chat(short: bool) -> Measured:
 
 def _lspdojo(short: bool) -> Measured:
     programs = PROGRAMS[:1]
-    plan = Plan(programs=programs, width=2, candidates=3, attempts=2, sites=1 if short else 4, seed=0)
+    plan = Plan(programs=programs, width=2, candidates=3, attempts=2, sites=1 if short else 3, seed=0)
     longest = tree_search.longest_prompt(plan)
     room = Room(longest=longest, usual=longest, all_tokens=longest, running=4, gpu_share=0.0, cpu_share=0.3)
     measured, searched, _ = asyncio.run(tree_search.measure(_ways(), plan, room))
@@ -244,7 +244,7 @@ PREFIX_CACHE_FIGURES = (
             Claim("rate", "requests/s over no cache", "x", words="not measured"),
         ),
         conditions="a case study without figures",
-        ours="one program with four faulty lines, 3 candidates a node, a real language server, all tiers",
+        ours="one program with three faulty lines, 3 candidates a node, a real language server, all tiers",
         why="A candidate is most of a program, so most of the time goes into decoding, which a cache does not shorten.",
         seconds=240,
         cpu=_lspdojo,

@@ -22,7 +22,7 @@ from prefixd.worker.graphs.decode_graphs import DecodeGraphs
 from prefixd.worker.graphs.pass_graphs import PassGraphs
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
-from prefixd.worker_protocol.protocol import encode
+from prefixd.worker_protocol.framing import encode
 
 PART = HostPart("decode", "benchmarks.host_parts.decode_step", least={}, most={"step_ms_64": 1.0})
 _BATCHES = (1, 8, 64, 128)

@@ -15,7 +15,8 @@ from prefixd.base import heap
 from prefixd.base.errors import PrefixdError
 from prefixd.process.start import prepare_process
 from prefixd.worker_protocol.errors import ConnectionClosedError
-from prefixd.worker_protocol.protocol import Connection, Failed, ToWorker, to_worker
+from prefixd.worker_protocol.framing import Connection, to_worker
+from prefixd.worker_protocol.protocol import Failed, ToWorker
 from prefixd.worker_protocol.worker_settings import decode_settings
 
 _PR_SET_PDEATHSIG = 1

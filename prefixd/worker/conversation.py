@@ -23,10 +23,10 @@ from prefixd.worker.operators import Operators
 from prefixd.worker.readiness import Readiness
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ProtocolError
+from prefixd.worker_protocol.framing import Connection
 from prefixd.worker_protocol.protocol import (
     Arrived,
     Cancel,
-    Connection,
     Done,
     Expect,
     Extend,

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from prefixd.worker.decoding.run import Run
-from prefixd.worker_protocol.protocol import Cancel, Connection, Grow, Layers, Ping, Pong, Shutdown, ToWorker
+from prefixd.worker_protocol.framing import Connection
+from prefixd.worker_protocol.protocol import Cancel, Grow, Layers, Ping, Pong, Shutdown, ToWorker
 
 Listen = Callable[[int], Layers | None]
 """Waits for news of a request whose pass waits: more layers; None if the pass is to be dropped."""

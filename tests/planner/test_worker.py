@@ -13,16 +13,7 @@ from prefixd.base.sampling import Sampling
 from prefixd.planner.planned_worker import SimulatedWorker
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.serving.kv_shape import KvShape
-from prefixd.worker_protocol.protocol import (
-    Arrived,
-    Cancel,
-    Done,
-    Extend,
-    GroupShape,
-    Start,
-    Step,
-    ToWorker,
-)
+from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Extend, GroupShape, Start, Step, ToWorker
 
 KV = KvShape((GroupShape("full", None, 1, 1),), 4)
 

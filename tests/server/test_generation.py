@@ -56,14 +56,7 @@ from prefixd.serving.request.request import Request
 from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.serving.text.tokenization import TextCodec, TextStream, TokenIds
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
-from prefixd.worker_protocol.protocol import (
-    BeamResult,
-    GroupShape,
-    ImageGroup,
-    ImageShape,
-    PromptImage,
-    TokenLogprobs,
-)
+from prefixd.worker_protocol.protocol import BeamResult, GroupShape, ImageGroup, ImageShape, PromptImage, TokenLogprobs
 from prefixd_scheduler import QueueFullError
 from tests.hello import hello
 from tests.waiting import until

@@ -15,7 +15,8 @@ import pytest
 
 from prefixd.cache import Troubles
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
-from prefixd.worker_protocol.protocol import Cancel, Connection, Grow, Ready, Shrink, Shrunk, to_worker
+from prefixd.worker_protocol.framing import Connection, to_worker
+from prefixd.worker_protocol.protocol import Cancel, Grow, Ready, Shrink, Shrunk
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import Export, FrameId, FramePool, NewFrames
 from prefixd_swap.vmem import recv_export

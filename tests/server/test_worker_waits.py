@@ -19,7 +19,8 @@ from prefixd.serving.models import worker_process
 from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
 from prefixd.settings import Settings
-from prefixd.worker_protocol.protocol import Failed, Hello, encode
+from prefixd.worker_protocol.framing import encode
+from prefixd.worker_protocol.protocol import Failed, Hello
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import FramePool
 from tests.hello import HELLO

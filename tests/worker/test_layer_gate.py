@@ -17,9 +17,9 @@ from prefixd.worker.layer_gate import Mailbox
 from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.model import CausalModel
 from prefixd.worker_protocol.errors import ConnectionClosedError
+from prefixd.worker_protocol.framing import Connection
 from prefixd.worker_protocol.protocol import (
     Cancel,
-    Connection,
     Done,
     Extend,
     Grow,

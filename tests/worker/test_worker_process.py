@@ -18,9 +18,9 @@ import torch
 from prefixd.base.sampling import Sampling
 from prefixd.serving.models.worker_channel import describe_memory
 from prefixd.worker_protocol.errors import ConnectionClosedError
+from prefixd.worker_protocol.framing import Connection, from_worker
 from prefixd.worker_protocol.protocol import (
     Cancel,
-    Connection,
     Done,
     Extend,
     Failed,
@@ -36,7 +36,6 @@ from prefixd.worker_protocol.protocol import (
     Shutdown,
     Start,
     Step,
-    from_worker,
 )
 from prefixd.worker_protocol.worker_settings import WorkerSettings, encode_settings
 from prefixd_swap.vmem import FrameId, FramePool, create_memory, send_export

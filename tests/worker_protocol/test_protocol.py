@@ -11,10 +11,9 @@ import pytest
 from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.base.sampling import Sampling
 from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError, WorkerError
+from prefixd.worker_protocol.framing import MAX_MESSAGE_BYTES, Connection, encode, from_worker, to_worker
 from prefixd.worker_protocol.protocol import (
-    MAX_MESSAGE_BYTES,
     Cancel,
-    Connection,
     Done,
     Extend,
     Failed,
@@ -29,9 +28,6 @@ from prefixd.worker_protocol.protocol import (
     Step,
     TokenLogprobs,
     Update,
-    encode,
-    from_worker,
-    to_worker,
 )
 from prefixd.worker_protocol.worker_settings import WorkerSettings, decode_settings, encode_settings
 

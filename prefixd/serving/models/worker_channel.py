@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from prefixd.worker_protocol.protocol import Grow, Memory, Shrink, ToWorker, encode
+from prefixd.worker_protocol.framing import encode
+from prefixd.worker_protocol.protocol import Grow, Memory, Shrink, ToWorker
 from prefixd_swap import Export, FrameId, FramePool, NewFrames, SwapError, send_export
 
 log = logging.getLogger(__name__)

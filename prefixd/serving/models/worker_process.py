@@ -15,6 +15,7 @@ from prefixd.cache.troubles import Troubles
 from prefixd.serving.models.step_watchdog import StepWatchdog
 from prefixd.serving.models.worker_channel import WorkerChannel
 from prefixd.serving.models.worker_start import NotStartedError, start_worker
+from prefixd.worker_protocol.framing import from_worker
 from prefixd.worker_protocol.protocol import (
     Done,
     Failed,
@@ -27,7 +28,6 @@ from prefixd.worker_protocol.protocol import (
     Shutdown,
     Step,
     ToWorker,
-    from_worker,
 )
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import (

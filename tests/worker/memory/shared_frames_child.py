@@ -16,7 +16,8 @@ from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.memory.virtual_kv import VirtualKv
-from prefixd.worker_protocol.protocol import Connection, Done, Grow, Memory, Ready, Shrink, Start, to_worker
+from prefixd.worker_protocol.framing import Connection, to_worker
+from prefixd.worker_protocol.protocol import Done, Grow, Memory, Ready, Shrink, Start
 from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import attach_memory, recv_export
 from prefixd_swap.vtensor import VirtualTensorManager

@@ -16,7 +16,8 @@ import torch
 
 from prefixd.base.sampling import Sampling
 from prefixd.serving.models.worker_channel import describe_memory
-from prefixd.worker_protocol.protocol import Connection, Done, Grow, Ready, Shrink, Shrunk, Shutdown, Start, from_worker
+from prefixd.worker_protocol.framing import Connection, from_worker
+from prefixd.worker_protocol.protocol import Done, Grow, Ready, Shrink, Shrunk, Shutdown, Start
 from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import FrameId, FramePool, create_memory, send_export
 from tests.swap.conftest import used_bytes

@@ -29,13 +29,7 @@ from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker.spec.probe import PROBE_NAME, AttentionLayer, probe, register_probe
 from prefixd.worker.spec.tiles import first_key, tile_tokens
 from prefixd.worker_protocol.errors import ModelError
-from prefixd.worker_protocol.protocol import (
-    KeptState,
-    Need,
-    StateFrames,
-    blocks_needed,
-    passed_blocks,
-)
+from prefixd.worker_protocol.protocol import KeptState, Need, StateFrames, blocks_needed, passed_blocks
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.vmem import FrameId

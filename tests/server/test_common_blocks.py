@@ -15,6 +15,7 @@ from prefixd.base.tenancy.tenants import COMMON
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, NamespaceSpec, PartSpec, Sampling, StoreResult, Tokens
 from prefixd.settings import Settings
+from prefixd.v1 import admin_pb2, cache_pb2
 from tests.daemons import Remote
 
 TENANTS = ("alice", "bob", "carol", "dave")
@@ -63,18 +64,22 @@ class House:
         assert isinstance(last, Finished)
         return tokens, sum(last.hit_tokens.values())
 
-    def until_common(self, blocks: int) -> None:
-        """Waits until so many blocks are common, and on disk."""
+    def until_common(self) -> None:
+        """Waits until all blocks that three tenants have are common, too, and on disk: they are in the trie before."""
+
+        def on_disk(stats: admin_pb2.StatsResponse) -> bool:
+            used = {(tenant.name, tier.tier): tier.used_bytes for tenant in stats.tenants for tier in tenant.tiers}
+            return used.get((COMMON, cache_pb2.TIER_DISK), 0) == max(used.values()) > 0
+
         with Remote(self.daemon) as remote:
-            remote.until(lambda stats: blocks <= sum(each.blocks for each in stats.namespaces if each.tenant == COMMON))
-            remote.until(lambda stats: not stats.write_back.queued_blocks)
+            remote.until(on_disk)
 
 
 @pytest.mark.slow
 def test_a_tenant_finds_what_three_others_have_computed(house: House) -> None:
     (first, none), *others = [house.ask(tenant) for tenant in TENANTS[:3]]
     assert none == 0 and others == [(first, 0)] * 2
-    house.until_common(6)
+    house.until_common()
     assert house.ask("dave") == (first, 96)
     house.daemon.stop()
     house.daemon.start()
@@ -92,7 +97,7 @@ def test_engines_find_what_three_others_have_stored(house: House) -> None:
                 theirs = client.register(SPEC)
                 assert theirs.namespace_id != cache.namespace_id
                 assert theirs.store(tokens, data) == StoreResult(committed=5, duplicates=0)
-        house.until_common(5)
+        house.until_common()
         assert cache.match(tokens).blocks == 5
         read = np.zeros_like(data)
         cache.load(tokens, read)

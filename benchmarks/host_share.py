@@ -6,8 +6,8 @@
   pages   a batch of an engine's pages of 64 KiB, both ways: microseconds of processor a layer
   decode  a decode step of 1 to 128 requests whose pass is a graph: planning, choosing tokens, the message to the daemon
 
-Fails when a figure misses its bound. The figures are of this machine's processor; another process beside the benchmark
-makes them worse.
+Fails when a figure misses its bound. The figures are of this machine's processor, each the best of three rounds in
+which the parts take turns: whatever runs beside the benchmark makes them worse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS = (piece_copies.PART, page_batches.PART, decode_step.PART)
 )
 def main(options: harness.Options) -> harness.Outcome:
     """Measures the parts and compares the figures with their bounds."""
-    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    parts = tuple(part for part in PARTS if options.only is None or part.name in options.only)
     results = measure(parts, options.short)
     broken, rows = [], []
     for part in parts:

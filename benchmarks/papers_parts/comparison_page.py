@@ -13,10 +13,10 @@ _INTRODUCTION = """# The papers' figures
 
 Written by `python -m benchmarks.results_page` from [`papers.json`](../benchmarks/results/papers.json) and from the
 results of GPUs. Each figure has its command; `python -m benchmarks.papers` measures all that a CPU can show, and
-`make gpu-check` what a GPU adds. `--list` names the figures with the seconds that each takes on two idle cores, 40
-minutes together; on a busy machine some took many times as long. "Ratio" is our value divided by the paper's: for times
-less is better, for throughput more. On a CPU models are small and random, so ratios between two ways of working are
-compared and not times. A value that is missing has not been measured yet.
+`make gpu-check` what a GPU adds. `--list` names the figures with the seconds that each takes on two idle cores, 38
+minutes together. "Ratio" is our value divided by the paper's: for times less is better, for throughput more. On a CPU
+models are small and random, so ratios between two ways of working are compared and not times. A value that is missing
+has not been measured yet.
 """
 
 

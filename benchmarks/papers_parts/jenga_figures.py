@@ -138,7 +138,7 @@ JENGA_FIGURES = (
         conditions="Llama 3.2 11B Vision on MMMU-pro, 6,193 tokens of an image and 43 of text a request (section 3.2)",
         ours="its 40 layers in small, 8 requests with an image of 6,404 patches and 42 tokens of text; counted",
         why="The requests are a little longer, and a block that is filled in part counts as needed.",
-        seconds=35,
+        seconds=30,
         timed=False,
         cpu=_one_size,
     ),
@@ -157,7 +157,7 @@ JENGA_FIGURES = (
         "`worker.groups = one`",
         why="How much is won depends on how much of the memory the baseline lacks. On a CPU a batch of more requests "
         "is no faster, so what is won comes from hits alone.",
-        seconds=160,
+        seconds=165,
         cpu=_throughput,
     ),
     Figure(
@@ -173,7 +173,7 @@ JENGA_FIGURES = (
         ours="chats with a model in Gemma 3's proportions, samples every 0.1 s",
         why="Five of six layers have windows of 128 tokens in contexts of 1,056, so the baseline wastes more. What is "
         "left of ours are blocks that the next step gives up, and room ahead of the last token.",
-        seconds=40,
+        seconds=35,
         timed=False,
         cpu=_memory,
     ),
@@ -208,7 +208,7 @@ JENGA_FIGURES = (
         "fixed number of requests is under way, so latency follows from throughput",
         why="A small tower of 4 layers takes about as long as some hundred tokens do; large models have larger ones. "
         "Without a cache prefixd computes an image once a request, and not in each step.",
-        seconds=70,
+        seconds=85,
         cpu=_vision,
     ),
     Figure(
@@ -225,7 +225,7 @@ JENGA_FIGURES = (
         "both would take with one page size (`worker.groups = one`)",
         why="The model's layers are all alike here, where the paper finds no difference to a manual split; models with "
         "windows and drafts were not measured.",
-        seconds=60,
+        seconds=100,
         cpu=_draft,
     ),
 )

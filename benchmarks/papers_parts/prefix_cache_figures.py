@@ -171,7 +171,7 @@ PREFIX_CACHE_FIGURES = (
         ours=f"{_OURS}; the sets of tiers side by side, asked in turn",
         why=f"{_DRAWN}. Our disk tier holds all prefixes and is prefetched from, while the paper's had to be waited "
         "for more often. The small model takes long to compute a prefix, beside a load.",
-        seconds=180,
+        seconds=170,
         cpu=_tiers,
     ),
     Figure(
@@ -183,7 +183,7 @@ PREFIX_CACHE_FIGURES = (
         conditions="as text analysis; the three are identical within noise",
         ours=_OURS,
         why="Prefixes are chosen by chance, so no order predicts which comes next.",
-        seconds=100,
+        seconds=110,
         cpu=_evictions,
     ),
     Figure(
@@ -200,7 +200,7 @@ PREFIX_CACHE_FIGURES = (
         ours=_OURS,
         why=f"{_DRAWN}, and does not explain that a hit on the GPU takes longer. Here a load is chosen only where it "
         "is expected to take less than computing. With the GPU tier alone most requests miss, so the median is a miss.",
-        seconds=155,
+        seconds=150,
         cpu=_latency,
     ),
     Figure(
@@ -215,7 +215,7 @@ PREFIX_CACHE_FIGURES = (
         conditions="LLaMA 7B on an RTX 3090, LRU",
         ours=f"{_OURS}, and reads 50 MB/s",
         why=f"{_DRAWN}. A load that would take longer than computing is not made here, prefetched or not.",
-        seconds=215,
+        seconds=190,
         cpu=_prefetch,
     ),
     Figure(
@@ -231,7 +231,7 @@ PREFIX_CACHE_FIGURES = (
         conditions="inputs of ShareGPT behind a system prompt; section VIII says that both decrease, and has no cause",
         ours="6 conversations with ShareGPT's statistics, an eighth as long, all tiers, Relaxed-FPF",
         why="Here each turn finds all turns before it, block by block: the paper names that as future work.",
-        seconds=165,
+        seconds=185,
         cpu=_chat,
     ),
     Figure(
@@ -246,7 +246,7 @@ PREFIX_CACHE_FIGURES = (
         conditions="a case study without figures",
         ours="one program with three faulty lines, 3 candidates a node, a real language server, all tiers",
         why="A candidate is most of a program, so most of the time goes into decoding, which a cache does not shorten.",
-        seconds=240,
+        seconds=135,
         cpu=_lspdojo,
     ),
 )

@@ -63,7 +63,7 @@ TALK_FIGURES = (
         conditions=_FROM,
         ours="the small model, 6 prompts with ShareGPT's mean lengths; prompts, outputs and blocks a quarter as long",
         why="How long prompts are beside outputs decides; our lengths are drawn with ShareGPT's means, not from it.",
-        seconds=100,
+        seconds=75,
         timed=False,
         cpu=_sharing,
     ),
@@ -81,7 +81,7 @@ TALK_FIGURES = (
         ours="the same prompts; beams share blocks by mapping them",
         why="The beams of a random model descend from a few others sooner than those of a trained one, so they share "
         "more.",
-        seconds=80,
+        seconds=75,
         timed=False,
         cpu=_beams,
     ),
@@ -101,7 +101,7 @@ TALK_FIGURES = (
         "GPU: 8,256 tokens of a model of 8B's size, in copies of whole chunks",
         why="The talk's copies are of small blocks, ours are of 2 MiB. A CPU recomputes slowly and copies within one "
         "memory.",
-        seconds=60,
+        seconds=50,
         cpu=_preemption,
         gpu=_preemption_on_gpu,
     ),

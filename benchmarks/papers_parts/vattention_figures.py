@@ -198,7 +198,7 @@ VATTENTION_FIGURES = (
         why="On a CPU a paged pass copies all earlier blocks of a layer together. By token, a layer's keys "
         "lie 16 KiB apart and in the copy side by side: reading those takes four fifths of the time (4,096 keys), so "
         "that the copy pays with long prompts. The paper's loss is its kernels'.",
-        seconds=50,
+        seconds=60,
         cpu=_first_token,
         gpu=_first_token_on_gpu,
     ),
@@ -277,7 +277,7 @@ VATTENTION_FIGURES = (
         "result with the part `decode_16k`",
         why="On a CPU block tables are copied together in every layer. 1,024 tokens are a sixteenth of the paper's "
         "contexts.",
-        seconds=60,
+        seconds=55,
         cpu=_decode,
         gpu=_decode_on_gpu,
     ),
@@ -294,7 +294,7 @@ VATTENTION_FIGURES = (
         ours="the small model, batch 4; a prefix of 3,072 tokens (192 blocks) is mapped for a new request; medians",
         why="Here the thread that maps and the step share two cores and one interpreter, so that the mapping takes its "
         "time beside the step as before it. On a GPU the device computes the step.",
-        seconds=75,
+        seconds=65,
         cpu=_overlap,
     ),
     Figure(
@@ -314,7 +314,7 @@ VATTENTION_FIGURES = (
         "tokens that is attached, over the time of such a prompt on a model of 8B's size, between those measured",
         why="A token of the small model takes 16 KiB, an eighth of Llama's, so there is less to map, and a CPU takes "
         "longer to compute.",
-        seconds=20,
+        seconds=15,
         cpu=_before_a_prompt,
         gpu=_before_a_prompt_on_gpu,
     ),

@@ -210,7 +210,7 @@ VTENSOR_FIGURES = (
         "(vAttention, table 6), so on a CPU nothing is left of the paged kernel's loss: the paper's baseline was slow "
         "in computing. The GPU's batched kernel runs a prompt "
         "behind a long prefix on few of its processors, a call a request does not.",
-        seconds=40,
+        seconds=35,
         cpu=_prefill_kernels,
         gpu=_prefill_kernels_on_gpu,
     ),
@@ -245,7 +245,7 @@ VTENSOR_FIGURES = (
         why="Block tables lose where few tokens are computed behind many keys, as in decoding. Behind the prefix a "
         "quarter of each prompt is computed, which reads their copy faster than rows (vAttention, table 6). The shares "
         "are the paper's, the lengths a quarter and less.",
-        seconds=95,
+        seconds=120,
         cpu=_prefix_caching,
     ),
     Figure(
@@ -268,7 +268,7 @@ VTENSOR_FIGURES = (
         "then three waves of 2 and 16 requests. GPU: batches 1 to 64 of 512 to 8,192 tokens, as the driver counts",
         why="The paper's share is of the whole GPU, with the weights; ours is of the KV memory alone. How much is free "
         "depends on how much longer the longest sequence is than the usual one.",
-        seconds=30,
+        seconds=45,
         timed=False,
         cpu=_held,
         gpu=_held_on_gpu,

@@ -34,4 +34,9 @@ def test_a_figure_that_misses_its_bound_fails_the_command(tmp_path: Path, monkey
 def test_a_part_that_fails_is_named_with_its_last_line() -> None:
     part = free_driver.HostPart("broken", "no_such_module", {}, {})
     with pytest.raises(BenchmarkError, match=rf"the part broken failed: .*{sys.executable}.*no_such_module"):
-        free_driver.measure([part], short=True)
+        free_driver.measure((part,), short=True)
+
+
+def test_the_best_of_rounds_is_the_fastest_rate_and_the_shortest_time() -> None:
+    rounds = [{"gbps_4": 2.0, "step_ms_8": 3.0}, {"gbps_4": 1.0, "step_ms_8": 2.0}]
+    assert free_driver.best(rounds) == {"gbps_4": 2.0, "step_ms_8": 2.0}

@@ -13,10 +13,10 @@ _INTRODUCTION = """# The papers' figures
 
 Written by `python -m benchmarks.results_page` from [`papers.json`](../benchmarks/results/papers.json) and from the
 results of GPUs. Each figure has its command; `python -m benchmarks.papers` measures all that a CPU can show, and
-`make gpu-check` what a GPU adds. `--list` names the figures with the seconds that each takes on two idle cores, 38
-minutes together. "Ratio" is our value divided by the paper's: for times less is better, for throughput more. On a CPU
-models are small and random, so ratios between two ways of working are compared and not times. A value that is missing
-has not been measured yet.
+`make gpu-check` what a GPU adds. `--list` names the figures with the seconds that each takes on two idle cores,
+{minutes} minutes together. "Ratio" is our value divided by the paper's: for times less is better, for throughput more.
+On a CPU models are small and random, so ratios between two ways of working are compared and not times. A value that is
+missing has not been measured yet.
 """
 
 
@@ -27,7 +27,8 @@ def page(figures: Sequence[Figure], rows: Mapping[str, Any], gpu_files: Mapping[
         if name not in known or row.get("short"):
             what = "is of the short form" if name in known else "is no figure"
             raise BenchmarkError(f"papers.json: the row {name!r} {what}; take it out of the file")
-    parts, last = [_INTRODUCTION], None
+    minutes = round(sum(figure.seconds for figure in figures) / 60)
+    parts, last = [_INTRODUCTION.format(minutes=minutes)], None
     for figure in figures:
         if figure.paper is not last:
             last = figure.paper

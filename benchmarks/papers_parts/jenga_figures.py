@@ -207,7 +207,7 @@ JENGA_FIGURES = (
         ours="chats in which each turn shows an image, 64 tokens a step, with and without `worker.keep_embeddings`. A "
         "fixed number of requests is under way, so latency follows from throughput",
         why="A small tower of 4 layers takes about as long as some hundred tokens do; large models have larger ones. "
-        "Without a cache prefixd computes an image once a request, and not in each step. Three runs gave 0.90 to 1.12.",
+        "Without a cache prefixd computes an image once a request, and not in each step. Runs differ by a fifth.",
         seconds=85,
         cpu=_vision,
     ),

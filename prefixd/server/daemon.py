@@ -17,6 +17,7 @@ from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import Troubles
+from prefixd.observability.request_log import RequestLog
 from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.signals import DaemonSignals
 from prefixd.server.access.audit import AuditLog
@@ -232,7 +233,8 @@ class Daemon:
         """Adds all gRPC services to the listeners."""
         cache, models, draining = self.cache, self.models, self._draining
         hosts = {} if models is None else models.hosts
-        generation = Generation(cache, hosts, draining, elapsed_s, self.settings.worker.images_bytes)
+        self.records = RequestLog(elapsed_s, self.settings.server.request_records)
+        generation = Generation(cache, hosts, draining, elapsed_s, self.settings.worker.images_bytes, self.records)
         figures = TenantFigures(
             cache,
             self._listeners.limits.calls,
@@ -243,7 +245,7 @@ class Daemon:
         snapshot = Snapshot(cache, draining, elapsed_s, elapsed_s(), hosts, figures, self._events, elastic)
         tier_resize = None if models is None else models.tier_resize
         admin = AdminService(cache, snapshot, self._drain_on_request, tier_resize, tenants=figures, audit=self._audit)
-        service = PrefixCacheService(cache, None if self._arena is None else memory_socket, draining)
+        service = PrefixCacheService(cache, None if self._arena is None else memory_socket, draining, self.records)
         services = self._listeners.services
         cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, services)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(generation), services)

@@ -125,6 +125,9 @@ class ServerSettings(Section):
     metrics_port: Port | None = None
     """Port for Prometheus metrics on 127.0.0.1; none by default. With tokens, scrapers need one with the role metrics
     or admin (`authorization` in Prometheus' scrape_config); without, every user of this host can read the figures."""
+    request_records: Annotated[int, Field(ge=0, le=1 << 20)] = 4096
+    """How many of the last requests the daemon remembers for `prefixd why`, of engines' calls too; some 4 KiB each.
+    0: none."""
     audit_log: AbsolutePath | None = None
     """File that gets a line of JSON for each caller that is let in or refused, and for each action of an operator; none
     by default."""

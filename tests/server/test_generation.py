@@ -37,6 +37,7 @@ from prefixd.base.tenancy.tenants import Quota
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
 from prefixd.cache.placement.retention import Retention
 from prefixd.images.decoding import Pixels
+from prefixd.observability.request_record import RequestRecord
 from prefixd.serving.generation import (
     Accepted,
     Finished,
@@ -204,6 +205,29 @@ async def test_a_text_becomes_events(desk: Desk) -> None:
     assert (request().queued.priority, request().namespace.spec.salt) == (2, b"s")
     assert not desk.dispatcher.cancelled
     assert desk.codec.threads and threading.get_ident() not in desk.codec.threads
+
+
+async def test_a_call_leaves_a_record(desk: Desk) -> None:
+    log, told = desk.generation.records, list[RequestRecord]()
+    log.ended.append(told.append)
+    await desk.events(NewTokens([1, 2]), Ended("stop"), request_id="mine", client_id="theirs", waited_s=2.0)
+    (record,) = log.find("mine")
+    assert told == [record] == log.find("theirs")
+    assert (record.outcome, record.prompt_tokens, record.output_tokens) == ("stop", 5, 2)
+    assert (record.tenant, record.model, record.arrival_s) == ("default", "model", 3.0)
+    names = [stage.name.value for stage in record.stages]
+    assert names == ["receive", "model", "tokenize", "images", "store_lookup"], "the dispatcher, faked here, has others"
+
+
+async def test_a_call_that_ends_early_leaves_its_reason(desk: Desk) -> None:
+    await desk.refused(InvalidArgumentError, "temperature", temperature=-1.0, request_id="wrong")
+    (wrong,) = desk.generation.records.find("wrong")
+    assert (wrong.outcome, wrong.status) == ("refused", "INVALID_ARGUMENT") and "temperature" in wrong.reason
+    run = desk.generation.run(params_of(request_id="left"))
+    await anext(run)
+    await run.aclose()
+    (left,) = desk.generation.records.find("left")
+    assert (left.outcome, left.ended_s) == ("cancelled", 5.0)
 
 
 async def test_times_count_from_the_calls_arrival(cache: TieredCache) -> None:

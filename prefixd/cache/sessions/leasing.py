@@ -115,7 +115,7 @@ class Leasing:
         namespace: Namespace,
         chain: BlockChain,
         asked: Asked | None = None,
-        matched: Callable[[Reader], None] | None = None,
+        matched: Callable[[Reader, BlockTiers], None] | None = None,
     ) -> Lease | None:
         """Leases the cached prefix of a prompt in the CPU tier; None if nothing of it is cached.
 
@@ -127,7 +127,8 @@ class Leasing:
             namespace: the prompt's.
             chain: the prompt's blocks.
             asked: which of them to lease; all by default.
-            matched: called with the blocks to read before any of them is brought up.
+            matched: called with the blocks to read before any of them is brought up, and with the tiers of the
+                prefix when the prompt arrived.
 
         Raises:
             UnsupportedError: there is no CPU tier.
@@ -139,9 +140,9 @@ class Leasing:
             self._leases.admit(session)
             ttl_s, identity = self._leases.ttl(asked.ttl_s), self._leases.next_id()
             reader = await self._find(namespace, trie, chain, asked)
-            if matched is not None:
-                matched(reader)
             tiers = self._tiers_found(session, namespace, chain, reader, asked)
+            if matched is not None:
+                matched(reader, tiers)
             hold = await self._hold(session.tenant, f"lease {identity}", reader)
             if not len(hold.rows):
                 hold.end()

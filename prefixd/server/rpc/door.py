@@ -30,6 +30,7 @@ from prefixd.server.rpc.anonymous import AnonymousCall
 from prefixd.server.rpc.call_limits import OPEN_SERVICES, CallLimits
 from prefixd.server.rpc.message_size import LARGE_BYTES, check_fields
 from prefixd.server.rpc.receiving import CURRENT_CALL, Call, first_message, later_message
+from prefixd.server.rpc.request_headers import read_headers
 from prefixd.server.rpc.status import Context, abort
 
 log = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ class Door:
         except ExhaustedError as error:
             await self._tell_refused(caller, method, str(error))
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        call.headers = read_headers(context.invocation_metadata() or ())
         CURRENT_CALL.set(call)
         if self._audit.enabled:
             self._audit.log_let_in(caller)

@@ -24,6 +24,7 @@ from prefixd.base.long_work.pacer import call_arrived
 from prefixd.base.tenancy.fairness import PacedLine
 from prefixd.base.tenancy.tenants import Role, Tenant, Tenants
 from prefixd.server.access.identities import Caller
+from prefixd.server.rpc.request_headers import NO_HEADERS
 from prefixd_scheduler import SharedLimit
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Call:
     Attributes:
         caller: the caller; None for an anonymous caller, which may only ask for the daemon's health.
         receive_s: seconds that its first message may take to arrive.
+        headers: what its headers say of the request that it belongs to; the door reads them.
         message_bytes: bytes of the last message that has arrived; 0 before the first message and between two.
     """
 
@@ -64,6 +66,7 @@ class Call:
     def __init__(self, caller: Caller | None) -> None:
         self.caller = caller
         self.message_bytes = 0
+        self.headers = NO_HEADERS
         self._came_s = asyncio.get_running_loop().time()
 
     @property

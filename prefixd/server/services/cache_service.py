@@ -30,13 +30,16 @@ from prefixd.cache.cache import MAX_BLOCKS
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.namespaces import check_part_count
-from prefixd.cache.sessions.leasing import NO_OFFSET, Asked
+from prefixd.cache.sessions.leasing import NO_OFFSET, Asked, BlockTiers
 from prefixd.cache.sessions.reservations import ToFill
+from prefixd.observability.request_log import RequestLog
+from prefixd.observability.request_record import Kind, RequestRecord, StageName
 from prefixd.server.kv_events import Watches
 from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import deliver, granting, unary
 from prefixd.server.rpc.receiving import current_caller
 from prefixd.server.rpc.status import Context, abort
+from prefixd.server.services.call_records import CallRecords
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.server.services.put_stream import Put, give_back
 from prefixd.v1 import cache_pb2 as pb
@@ -62,13 +65,21 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         cache: the cache.
         memory_socket: the socket from which local clients get the arena; None without a CPU tier.
         draining: set when the daemon takes no new work.
+        records: gets a record of each call that reads or stores blocks.
     """
 
-    def __init__(self, cache: TieredCache, memory_socket: Path | None, draining: asyncio.Event) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        memory_socket: Path | None,
+        draining: asyncio.Event,
+        records: RequestLog | None = None,
+    ) -> None:
         self._cache = cache
         self._memory_socket = memory_socket
         self._draining = draining
         self._estimates = LoadEstimates(cache)
+        self._records = CallRecords(cache, RequestLog(cache.clock) if records is None else records)
         self._watches = Watches(cache)
         self.closing = asyncio.Event()
 
@@ -159,12 +170,20 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         parts = namespace.check_parts(request.parts)
         trie, chain = cache.trie(namespace), cache.chain(namespace, request.token_ids)
         prefill = request.prefill if request.HasField("prefill") else None
-        with self._estimates.watch(trie, request.first_block, chain.tokens, prefill) as watch:
-            lease = await cache.acquire(
-                session, namespace, chain, _asked(request, parts, request.ttl_s), matched=watch.begin
-            )
+        with (
+            self._records.record(Kind.LOOKUP, "Acquire", session, namespace) as record,
+            self._estimates.watch(trie, request.first_block, chain.tokens, prefill) as watch,
+        ):
+            lookup = self._records.lookup(record, chain.tokens)
+
+            def matched(reader: Reader, tiers: BlockTiers) -> None:
+                watch.begin(reader)
+                lookup.matched(reader, tiers)
+
+            lease = await cache.acquire(session, namespace, chain, _asked(request, parts, request.ttl_s), matched)
             blocks = 0 if lease is None else len(lease.hold.rows)
             watch.complete = lease is not None and blocks == watch.blocks
+            lookup.leased(blocks)
         response = pb.AcquireResponse(
             first_block=request.first_block, estimate=watch.estimate, cached_blocks=watch.cached_blocks
         )
@@ -188,12 +207,15 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 f"session {session.id[:8]} has not mapped the arena, where its slots would be; ask its memory_socket "
                 "for the arena first, or send the bytes with Put"
             )
-        reservation = await cache.reserve(
-            session,
-            namespace,
-            chain,
-            ToFill(parts, request.first_block, _most_blocks(parts), request.ttl_s),
-        )
+        with self._records.store("Reserve", session, namespace, StageName.RESERVE) as record:
+            record.prompt_tokens = chain.tokens
+            reservation = await cache.reserve(
+                session,
+                namespace,
+                chain,
+                ToFill(parts, request.first_block, _most_blocks(parts), request.ttl_s),
+            )
+            record.blocks = 0 if isinstance(reservation, int) else len(reservation.slots)
         if isinstance(reservation, int):
             return pb.ReserveResponse(first_block=reservation)
         slots = reservation.slots
@@ -213,7 +235,10 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         if not isinstance(grant, Reservation):
             raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
         retention = retention_requests(request.retention) if request.retention else []
-        committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable, retention=retention)
+        with self._records.store("Commit", session, None, StageName.COMMIT, durable=request.durable) as record:
+            blocks, durable = request.blocks, request.durable
+            committed, duplicates = await cache.commit(grant, blocks, durable=durable, retention=retention)
+            record.blocks = committed
         return pb.CommitResponse(committed=committed, duplicates=duplicates, retention_refused=grant.retention_refused)
 
     @unary
@@ -275,20 +300,35 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             await abort(context, error)  # the call counts until its caller reads on and gets the error
 
     async def _get(self, request: pb.GetRequest, send: Callable[[pb.GetResponse], Awaitable[None]]) -> None:
-        cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
         parts = namespace.check_parts(request.parts)
+        with self._records.record(Kind.LOOKUP, "Get", session, namespace) as record:
+            await self._send_prefix(request, session, namespace, parts, record, send)
+
+    async def _send_prefix(
+        self,
+        request: pb.GetRequest,
+        session: Session,
+        namespace: Namespace,
+        parts: Sequence[int],
+        record: RequestRecord,
+        send: Callable[[pb.GetResponse], Awaitable[None]],
+    ) -> None:
+        cache = self._cache
         asked, cached_blocks = _asked(request, parts, cache.leases.max_ttl_s), 0
         chain = cache.chain(namespace, request.token_ids)
+        lookup = self._records.lookup(record, chain.tokens)
 
-        def matched(reader: Reader) -> None:
+        def matched(reader: Reader, tiers: BlockTiers) -> None:
             nonlocal cached_blocks
             cached_blocks = len(reader.path)
+            lookup.matched(reader, tiers)
 
         lease = await deliver(
             cache.acquire(session, namespace, chain, asked, matched),
             partial(give_back, cache),
         )
+        lookup.leased(0 if lease is None else len(lease.rows))
         header = pb.GetHeader(first_block=request.first_block, cached_blocks=cached_blocks)
         if lease is None:
             await send(pb.GetResponse(header=header))
@@ -300,6 +340,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 async for blocks in _in_turns(len(lease.rows), len(parts))
             ]
             sent = b"".join(some.astype(np.uint8).tobytes() for some in needed)
+            record.begin(StageName.SEND, cache.clock(), blocks=len(lease.rows))
             if b"\0" not in sent:
                 sent = b""
             header.blocks, header.sent = len(lease.rows), sent
@@ -319,7 +360,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
         """Stores blocks; the bytes are in the stream."""
-        put = Put(self._cache, self._session, requests)
+        put = Put(self._cache, self._session, requests, self._records)
         try:
             try:
                 self._take_work()

@@ -72,6 +72,8 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         message_bytes=current_call().message_bytes,
         waited_s=current_call().waited_s,
         retention=retention_requests(request.retention),
+        client_id=current_call().headers.client_id,
+        trace=current_call().headers.trace,
     )
 
 

@@ -19,8 +19,10 @@ from prefixd.base.errors import ExhaustedError, InvalidArgumentError, Preconditi
 from prefixd.base.long_work.pacer import Pacer
 from prefixd.cache import Lease, Reservation, Session, TieredCache
 from prefixd.cache.sessions.reservations import ToFill
+from prefixd.observability.request_record import StageName
 from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import deliver, outlive
+from prefixd.server.services.call_records import CallRecords
 from prefixd.v1 import cache_pb2 as pb
 from prefixd_swap import round_to_slot
 
@@ -42,12 +44,17 @@ class Put:
         cache: where the blocks go.
         session_of: the caller's open session with an id.
         requests: the messages.
+        records: gets the record of the call.
 
     Every method raises TooSlowError when the client is silent for too long.
     """
 
     def __init__(
-        self, cache: TieredCache, session_of: Callable[[str], Session], requests: AsyncIterator[pb.PutRequest]
+        self,
+        cache: TieredCache,
+        session_of: Callable[[str], Session],
+        requests: AsyncIterator[pb.PutRequest],
+        records: CallRecords,
     ) -> None:
         self._cache = cache
         self._session_of = session_of
@@ -57,6 +64,7 @@ class Put:
         self._known = 0
         """Cached blocks, from the prompt's first on, when the window was reserved."""
         self._retention_refused = ""
+        self._records = records
 
     async def begin(self) -> None:
         """Reads the header and reserves the first window.
@@ -95,6 +103,13 @@ class Put:
         Raises:
             PrefixdError: the stream has too few bytes or too many, or the session has ended.
         """
+        with self._records.store("Put", self._session, self._namespace, StageName.FILL) as record:
+            record.prompt_tokens = self._chain.tokens
+            stored = await self._store()
+            record.blocks = stored.committed
+            return stored
+
+    async def _store(self) -> pb.PutResponse:
         first = at = self._header.first_block
         total, block_bytes = len(self._chain), sum(self._sizes)
         committed = duplicates = 0

@@ -17,6 +17,7 @@ from prefixd.base.long_work.pacer import give_way
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.cache.index.trie import Trie
+from prefixd.observability.request_record import StageName
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
@@ -224,6 +225,7 @@ class Dispatcher:
         request.enqueue()
         self._tracker.add(request)
         request.arrived()
+        request.enter_phase(StageName.QUEUE, self.context.clock())
         self.queue.push(request.queued)
         self.requests.enter(request)
 

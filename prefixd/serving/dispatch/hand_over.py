@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from prefixd.cache import NONE, TieredCache
 from prefixd.cache.index.trie import NO_SLOT, Rows
+from prefixd.observability.request_record import StageName
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.preemption import Preemption
 from prefixd.serving.dispatch.context import DispatchContext
@@ -113,9 +114,14 @@ class HandOver:
         if run.states is not None:
             self._states.count_resumed(request)
         self._recorder.begin(request)
-        request.handed_over_s = request.handed_over_s or context.clock()
+        now_s, record = context.clock(), request.record
+        request.handed_over_s = request.handed_over_s or now_s
+        record.handed_over_s = record.handed_over_s or now_s
         if not request.resumed:
             self._count_hits(request, len(rows))
+        computed = request.chain.tokens - len(rows) * request.trie.block_tokens
+        request.enter_phase(StageName.PREFILL, now_s, computed_tokens=computed)
+        record.wait_for(None, now_s)
         context.send(
             Start(
                 id=request.id,
@@ -141,6 +147,10 @@ class HandOver:
         tiers, counters = request.hit_tiers[:blocks], self._cache.counters
         found = (np.bincount(tiers, minlength=NONE)[:NONE] * request.trie.block_tokens).tolist()
         request.hit_tokens, request.hit_tiers = found, tiers[:0]
+        if (
+            request.record.hit_tokens is None
+        ):  # of the call's first sequence that runs; a load beside the run adds to it
+            request.record.hit_tokens = found
         counters.asked_tokens += request.prompt_tokens
         if request.images is not None:
             self._context.counters.asked_images += len(request.images.images)

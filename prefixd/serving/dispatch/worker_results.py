@@ -8,6 +8,7 @@ import logging
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError, UnavailableError
+from prefixd.observability.request_record import StageName
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
@@ -122,9 +123,8 @@ class WorkerResults:
             self._requests.queue.charge(request.queued.tenant, len(update.tokens))
             self._refuse_suspects(request)
             request.append(np.array(update.tokens, "<u4").tobytes())
-            if request.first_token_s is None:
-                request.first_token_s = self._context.clock()
-                self._loader.planner.judge(request)
+            if request.phase is not None and request.phase.name is StageName.PREFILL:
+                self._first_token_of_run(request)
             if request.on_worker:
                 request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
         filled_tokens = update.filled_blocks * request.trie.block_tokens
@@ -134,6 +134,14 @@ class WorkerResults:
         run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
         self._recorder.record_step(request, run, update.filled_blocks, update.kept, update.images)
         self._supply.note_need(request)
+
+    def _first_token_of_run(self, request: Request) -> None:
+        now_s, record = self._context.clock(), request.record
+        request.enter_phase(StageName.DECODE, now_s)
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+            record.first_token_s = record.first_token_s or now_s
+            self._loader.planner.judge(request)
 
     # -- the end of a run ---------------------------------------------------------------------------------------
 
@@ -152,6 +160,7 @@ class WorkerResults:
             self._preempted(request)
         elif done.reason == "no_memory" and request.state is not RequestState.CANCELLING and running:
             self._concurrency.shrink(len(running), done.detail)
+            request.record.restarts += 1
             self._put_back(request)
         elif done.not_finite and _may_run_uncached(request):
             log.error("request %s: logits are not finite; it is computed again without the cache", request.name)
@@ -163,6 +172,7 @@ class WorkerResults:
 
     def _preempted(self, request: Request) -> None:
         """The worker has let go of a request that runs again."""
+        request.record.preempted += not request.run.load_failed
         if request.run.load_failed:  # no other request waits for its frames
             self._put_back(request)
             return
@@ -176,6 +186,8 @@ class WorkerResults:
             self._refuse_suspects(request)
             if request.first_token_s is None:
                 request.first_token_s = self._context.clock()
+                request.record.first_token_s = request.first_token_s
+        request.enter_phase(None, self._context.clock())
         event = _last_event(request, done)
         self._counters.finished += isinstance(event, Ended)
         request.end(event)
@@ -190,6 +202,7 @@ class WorkerResults:
 
     def _put_back(self, request: Request) -> None:
         request.put_back()
+        request.enter_phase(StageName.QUEUE, self._context.clock(), resumed=request.resumed)
         self._counters.resumed += 1
         self._tracker.add(request)
         self._requests.queue.readmit(request.queued)
@@ -218,6 +231,7 @@ class WorkerResults:
             request = interrupted.pop(next(iter(interrupted)))
             rows -= len(request.rows)
             request.attempts += 1
+            request.record.restarts += 1
             if request.state is RequestState.WITHDRAWN:
                 request.let_go()
             elif request.state is RequestState.CANCELLING:

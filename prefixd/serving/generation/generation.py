@@ -23,6 +23,8 @@ from prefixd.base.tenancy.fairness import SharedBytes
 from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import TieredCache
 from prefixd.cache.placement.retention import Retention, RetentionGrant
+from prefixd.observability.request_log import RequestLog, end_with_error
+from prefixd.observability.request_record import Kind, RequestRecord, StageName
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.generation.events import Accepted, GenerationEvent
 from prefixd.serving.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
@@ -66,6 +68,7 @@ class Generation:
         draining: set when the daemon takes no new work.
         clock: seconds.
         most_image_bytes: limit for the image files of all requests.
+        records: gets the record of each call.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class Generation:
         draining: asyncio.Event,
         clock: Callable[[], float],
         most_image_bytes: int = 1 << 30,
+        records: RequestLog | None = None,
     ) -> None:
+        self.records = RequestLog(clock) if records is None else records
         self._cache = cache
         self._models = models
         self._draining = draining
@@ -108,39 +113,62 @@ class Generation:
             UnsupportedError: a sidecar without a model, text or stop strings for a model without a tokenizer, or
                 images for a model of text alone.
         """
-        arrival_s = self._clock() - params.waited_s
         tenant = params.tenant or self._cache.tenants.default
-        self._rates.count(tenant)
-        chosen = self._choose(params.model)
-        self._check_not_draining()
-        of_images = image_bytes(params)
-        with (
-            self._images.held(tenant, of_images),
-            self._messages.held(tenant, max(0, params.message_bytes - of_images)),
-            ExitStack() as granted,
-        ):
-            model = await chosen.model()
-            self._check_name(tenant, params.request_id)
-            check_params(params, model)
-            self._check_waiting(tenant, params.sequences)
-            ids = await prompt_ids(params.prompt, model, tenant)
-            params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
-            async with aclosing(self._generate(chosen, params, tenant, arrival_s, ids, model, granted)) as events:
-                async for event in events:
-                    yield event
+        record = self._begin_record(params, tenant)
+        try:
+            self._rates.count(tenant)
+            chosen = self._choose(params.model)
+            self._check_not_draining()
+            of_images = image_bytes(params)
+            with (
+                self._images.held(tenant, of_images),
+                self._messages.held(tenant, max(0, params.message_bytes - of_images)),
+                ExitStack() as granted,
+            ):
+                with record.timed(StageName.MODEL, self._clock):
+                    model = await chosen.model()
+                self._check_name(tenant, params.request_id)
+                check_params(params, model)
+                self._check_waiting(tenant, params.sequences)
+                with record.timed(StageName.TOKENIZE, self._clock) as stage:
+                    ids = await prompt_ids(params.prompt, model, tenant)
+                    stage.attributes["tokens"] = record.prompt_tokens = len(ids)
+                params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
+                async with aclosing(self._generate(chosen, params, tenant, record, ids, model, granted)) as events:
+                    async for event in events:
+                        yield event
+        except BaseException as error:
+            end_with_error(record, error, self._clock())
+            raise
+
+    def _begin_record(self, params: GenerateParams, tenant: Tenant) -> RequestRecord:
+        now_s = self._clock()
+        record = self.records.begin(
+            Kind.GENERATE,
+            "Generate",
+            id=params.request_id,
+            tenant=tenant.name,
+            model=params.model or next(iter(self._models), ""),
+            arrival_s=now_s - params.waited_s,
+            client_id=params.client_id,
+            trace=params.trace,
+        )
+        record.note(StageName.RECEIVE, record.arrival_s, now_s)
+        return record
 
     async def _generate(
         self,
         chosen: Model,
         params: GenerateParams,
         tenant: Tenant,
-        arrival_s: float,
+        record: RequestRecord,
         ids: TokenIds,
         model: ServedModel,
         granted: ExitStack,
     ) -> AsyncGenerator[GenerationEvent, None]:
         dispatcher = chosen.dispatcher
-        images = await model.read_images(ids, params.images, tenant.name, partial(self._images.held, tenant))
+        with record.timed(StageName.IMAGES, self._clock, images=len(params.images)):
+            images = await model.read_images(ids, params.images, tenant.name, partial(self._images.held, tenant))
         if images is not None:
             granted.callback(images.leave)
             params = replace(params, images=())  # they are decoded
@@ -153,7 +181,9 @@ class Generation:
         requests: list[Request] = []
         keeps = params.sequences > params.answers
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests), tenant, self._unread, keeps=keeps)
-        requests += self._maker.make(params, tenant, arrival_s, ids, images, model, inbox)
+        requests += self._maker.make(params, tenant, record, ids, images, model, inbox)
+        self.records.rename(record, requests[0].name)
+        record.prompt_tokens, record.sequences = requests[0].prompt_tokens, len(requests)
         stops = StopStrings(sampling.stop_strings) if sampling.stop else None
         searched = sampling.beam_search is not None
         sequences = [
@@ -167,7 +197,8 @@ class Generation:
             for index, request in enumerate(requests * params.answers if searched else requests)
         ]
         name, refused = requests[0].name, ""
-        await dispatcher.ask_store(requests[0])  # all of them have one prompt
+        with record.timed(StageName.STORE_LOOKUP, self._clock):
+            await dispatcher.ask_store(requests[0])  # all of them have one prompt
         if params.retention:
             refused = granted.enter_context(await self._grant_retention(requests, params.retention)).refused
         self._check_not_draining()
@@ -184,13 +215,17 @@ class Generation:
             async with aclosing(several) as events:
                 async for event in events:
                     yield event
-            yield finished_event(sequences, self._clock())
+            finished = finished_event(sequences, self._clock())
+            record.output_tokens = finished.output_tokens
+            record.end(finished.reason, self._clock())
+            yield finished
         finally:
             of_name = self._live[name]
             del of_name[tenant.name]
             if not of_name:
                 del self._live[name]
             _cancel(dispatcher, [sequence.request for sequence in going.values()])
+            record.output_tokens = sum(sequence.output_tokens for sequence in sequences)
             inbox.close()
             requests.clear()  # breaks the cycle of inbox and requests, so that their memory is freed at once
 

@@ -12,6 +12,7 @@ from prefixd.base.errors import InvalidArgumentError, UnsupportedError
 from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.placement.retention import Retention
+from prefixd.observability.trace_context import TraceContext
 from prefixd.serving.models.served_model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
@@ -56,6 +57,10 @@ class GenerateParams:
     """Seconds since the call came, in which its message was received."""
     retention: Sequence[Retention] = ()
     """Requested for the prompt's blocks; checked."""
+    client_id: str = ""
+    """The caller's own id of the request, from the header `prefixd-request-id`; it need not be unique."""
+    trace: TraceContext | None = None
+    """The caller's span, from the header `traceparent`."""
 
     @property
     def answers(self) -> int:

@@ -10,6 +10,7 @@ import secrets
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError
 from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import Namespace, TieredCache
+from prefixd.observability.request_record import RequestRecord
 from prefixd.serving.generation.inbox import Inbox
 from prefixd.serving.generation.params import GenerateParams
 from prefixd.serving.images.image_kv import ImageKv
@@ -47,13 +48,14 @@ class RequestMaker:
         self,
         params: GenerateParams,
         tenant: Tenant,
-        arrival_s: float,
+        record: RequestRecord,
         ids: TokenIds,
         images: PromptLayout | None,
         model: ServedModel,
         inbox: Inbox,
     ) -> list[Request]:
         """The requests of a call, one for each sequence; they put their events into the inbox."""
+        arrival_s = record.arrival_s
         prompt_tokens = len(ids) if images is None else images.tokens
         # The seed is chosen here, so that a repeated run samples the same tokens.
         asked = params.sampling
@@ -107,6 +109,7 @@ class RequestMaker:
                         tenant=tenant.name,
                     ),
                     kv=model.kv,
+                    record=record,
                     images=None if images is None else images.of_request(),
                     image_kv=image_kv,
                     events=inbox.sink(index),

@@ -13,6 +13,7 @@ from prefixd.cache import NONE, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.retention import RetentionGrant
 from prefixd.cache.rules import GroupMask
+from prefixd.observability.request_record import RequestRecord, Stage, StageName, Value
 from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.load_choice import LoadChoice
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
@@ -34,6 +35,9 @@ class Request(Prompt):
 
     Attributes:
         queued: the request as the queue sees it.
+        record: of the call, for all its sequences.
+        phase: the stage of the record that it is in: QUEUE, PREFILL or DECODE.
+        load_stage: the stage of the load under way for it, if any.
         encoded_images: embeddings of images that the worker has computed for it.
         found: while it has no footprint, the cached blocks of its prompt as of the last look.
         generations: the rows' generations at that look.
@@ -60,6 +64,9 @@ class Request(Prompt):
     """
 
     queued: QueuedRequest
+    record: RequestRecord = field(default_factory=RequestRecord)
+    phase: Stage | None = None
+    load_stage: Stage | None = None
     encoded_images: int = 0
     events: EventSink = field(default_factory=asyncio.Queue[Event])
     state: RequestState = RequestState.NEW
@@ -97,6 +104,14 @@ class Request(Prompt):
     def arrived(self) -> None:
         """Remembers, after the first look-up, the tiers in which its blocks count as found."""
         self.arrival_tiers = hit_tiers(self.trie, self.found, self.trie.distances(self.found))
+        found = np.bincount(self.arrival_tiers, minlength=NONE)[:NONE] * self.trie.block_tokens
+        self.record.found_tokens = found.tolist()
+
+    def enter_phase(self, name: StageName | None, now_s: float, **attributes: Value) -> None:
+        """Ends the stage that it is in, and begins the next one, if any."""
+        if self.phase is not None:
+            self.phase.end(now_s)
+        self.phase = None if name is None else self.record.begin(name, now_s, **attributes)
 
     def tiers_at_arrival(self, tiers: npt.NDArray[np.int8], first_block: int = 0) -> npt.NDArray[np.int8]:
         """[blocks]: the tiers, at its arrival, of the blocks of its prefix from `first_block` on. Blocks that were not

@@ -117,7 +117,16 @@ def act(request: Request, transition: str, footprint: FakeFootprint) -> None:
 def test_the_table_has_every_state_and_every_transition() -> None:
     assert list(TABLE) == [state.name for state in RequestState]
     methods = {name for name, _ in inspect.getmembers(Request, inspect.isfunction) if not name.startswith("_")}
-    no_transitions = {"append", "arrived", "count_use", "uncut", "next_uncut", "tiers_at_arrival", "usable"}
+    no_transitions = {
+        "append",
+        "arrived",
+        "count_use",
+        "enter_phase",
+        "uncut",
+        "next_uncut",
+        "tiers_at_arrival",
+        "usable",
+    }
     assert methods - no_transitions == set(TRANSITIONS)
 
 

@@ -18,9 +18,11 @@ from weakref import WeakSet
 
 import numpy as np
 
+from prefixd.base.tiers import Tier
 from prefixd.cache import NONE, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.rules import GroupMask
+from prefixd.observability.request_record import StageName, Value
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.staging.load_planner import LoadPlanner
 from prefixd.serving.images.image_kv import ImageHolds
@@ -94,6 +96,7 @@ class Loader:
 
     def start(self, request: Request, urgency: Urgency, due_s: float | None = None) -> None:
         """Starts to bring up the blocks that a STAGING request lacks. `due_s`: when its turn comes."""
+        self._note_begin(request, urgency)
         if urgency is Urgency.DEMAND and (layers := self._layer_load(request)) is not None:
             request.footprint.by_layers = layers
             task = asyncio.create_task(self._bring_layers(request, layers))
@@ -101,6 +104,24 @@ class Loader:
             task.add_done_callback(self._by_layers.discard)
             return
         self._copies[request.id] = asyncio.create_task(self._bring(request, urgency, due_s))
+
+    def _note_begin(self, request: Request, urgency: Urgency) -> None:
+        """Begins the stage LOAD of a request's record."""
+        trie, rows = request.trie, request.rows
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
+        request.load_stage = request.record.begin(
+            StageName.LOAD,
+            self._clock(),
+            tier=Tier(int(trie.distances(rows).max(initial=0))).label,
+            blocks=int(np.count_nonzero(lacking)),
+            bytes=int(trie.group_bytes[lacking].sum()),
+            urgency="demand" if urgency is Urgency.DEMAND else "prefetch",
+        )
+
+    def _note_end(self, request: Request, outcome: str, **attributes: Value) -> None:
+        stage, request.load_stage = request.load_stage, None
+        if stage is not None:
+            stage.end(self._clock(), outcome=outcome, **attributes)
 
     def hurry(self, request: Request) -> None:
         """The turn of a request has come while its prefix is on its way: makes the load urgent."""
@@ -190,13 +211,16 @@ class Loader:
         """A copy has ended, and the first `there` blocks of the prefix are in the GPU tier."""
         del self._copies[request.id]
         if request.state is RequestState.WITHDRAWN:
+            self._note_end(request, "withdrawn")
             del self._staged[request.id]
             request.let_go()
             self._wake()
         elif there == len(request.rows) and (request.image_holds is None or request.image_holds.complete):
+            self._note_end(request, "complete")
             request.staged()
             self._wake()
         elif given_up:
+            self._note_end(request, "given_up", arrived_blocks=there)
             self.counters.abandoned += 1
             log.info("the load for request %s fell behind: %d blocks are used", request.name, there)
             self._cut(request, there)
@@ -208,6 +232,7 @@ class Loader:
 
         It is looked up and staged again. After 8 such setbacks the missing blocks are computed.
         """
+        self._note_end(request, "failed", arrived_blocks=there)
         request.setbacks += 1
         if request.setbacks < _SETBACKS:
             self._unstage(request)
@@ -259,6 +284,7 @@ class Loader:
         """A load layer by layer has ended."""
         if layers.ended:
             return
+        self._note_end(request, "complete" if came else "failed")
         if request.state is RequestState.WITHDRAWN:
             if self._staged.pop(request.id, None) is not None:  # else the worker still has it
                 request.let_go()
@@ -295,6 +321,16 @@ class Loader:
         args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._wake)
         request.footprint.begin_tail(TailLoad(*args))
         self.beside[request.id] = request
+        rows = plan.rows
+        request.load_stage = request.record.begin(
+            StageName.LOAD,
+            self._clock(),
+            tier=Tier(int(plan.tiers.max(initial=0))).label,
+            blocks=len(rows),
+            bytes=int(request.trie.group_bytes[request.trie.lacking(rows, self._cache.tiers.compute.level)].sum()),
+            urgency="demand",
+            beside=True,
+        )
 
     def advance(self) -> list[tuple[Request, Arrived | None]]:
         """Continues the loads beside running requests. Returns these requests, each with the message for the worker if
@@ -311,6 +347,7 @@ class Loader:
 
     def _join(self, request: Request, tail: TailLoad) -> Arrived | None:
         rows = tail.arrived
+        self._note_end(request, "given_up" if tail.abandoned else "complete", arrived_blocks=len(rows))
         self.counters.abandoned += tail.abandoned
         if not len(rows):
             request.footprint.end_tail()

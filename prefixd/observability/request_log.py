@@ -1,0 +1,174 @@
+"""The log of requests: the records of those that run and of the last ones that have ended, in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from prefixd.base.errors import PrefixdError
+from prefixd.observability.request_record import Kind, RequestRecord
+from prefixd.observability.trace_context import TraceContext
+
+DEFAULT_KEPT = 4096
+LONGEST_ID = 256
+"""Characters of an id, at most; a call with a longer id is refused, and its record gets a number."""
+MOST_OF_AN_ID = 64
+"""Records of one id that are found by it: the latest calls of an engine's request."""
+
+
+class RequestLog:
+    """Makes the record of each request and keeps the last ones. Used from the event loop alone.
+
+    Args:
+        clock: seconds, of all times in records.
+        kept: number of records to keep; 0: none, and listeners are told all the same.
+        unix_clock: seconds since 1970.
+
+    Attributes:
+        ended: listeners; each is called once with every record that has ended, on the event loop, so it must be quick
+            and must not raise. A listener may read the record later: nothing changes it any more.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        kept: int = DEFAULT_KEPT,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.ended: list[Callable[[RequestRecord], None]] = []
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._kept = kept
+        self._numbers = itertools.count(1)
+        self._records: OrderedDict[int, RequestRecord] = OrderedDict()  # by number, the oldest first
+        self._by_id: dict[str, list[int]] = {}  # numbers, of ids and of clients' ids; the oldest first
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def begin(
+        self,
+        kind: Kind,
+        method: str,
+        *,
+        id: str = "",
+        tenant: str = "",
+        model: str = "",
+        arrival_s: float | None = None,
+        client_id: str = "",
+        trace: TraceContext | None = None,
+    ) -> RequestRecord:
+        """Begins the record of a request.
+
+        Args:
+            kind: what was asked for.
+            method: the call's name.
+            id: its id; empty: the client's, or else a number.
+            tenant: the tenant's name.
+            model: the model's name, or the namespace's.
+            arrival_s: when the call came; None: now.
+            client_id: from the header `prefixd-request-id`.
+            trace: from the header `traceparent`.
+        """
+        number, now_s = next(self._numbers), self._clock()
+        arrival_s = now_s if arrival_s is None else arrival_s
+        record = RequestRecord(
+            id=(id if len(id) <= LONGEST_ID and id.isprintable() else "") or client_id or f"c{number}",
+            kind=kind,
+            tenant=tenant,
+            model=model,
+            method=method,
+            arrival_s=arrival_s,
+            arrival_unix_s=self._unix_clock() - (now_s - arrival_s),
+            client_id=client_id,
+            trace=trace,
+            _on_end=self._end,
+        )
+        if self._kept:
+            self._records[number] = record
+            self._enter(record.id, number)
+            if client_id and client_id != record.id:
+                self._enter(client_id, number)
+            if len(self._records) > self._kept:
+                self._drop_oldest()
+        return record
+
+    def rename(self, record: RequestRecord, id: str) -> None:
+        """Gives a record that has just begun the id that was chosen for the request."""
+        if record.id == id:
+            return
+        if self._kept and (numbers := self._by_id.get(record.id)):
+            number = next((number for number in reversed(numbers) if self._records.get(number) is record), None)
+            if number is not None:
+                if record.id != record.client_id:
+                    self._leave(record.id, number)
+                self._enter(id, number)
+        record.id = id
+
+    def find(self, id: str, tenant: str | None = None) -> list[RequestRecord]:
+        """The records with this id, or with this client's id, the oldest first: one of a request of Generate, several
+        of an engine's request. `tenant`: only those of this tenant."""
+        found = (self._records[number] for number in self._by_id.get(id, ()))
+        return [record for record in found if tenant is None or record.tenant == tenant]
+
+    def last(self, n: int, tenant: str | None = None) -> list[RequestRecord]:
+        """The last `n` records, the latest first. `tenant`: only those of this tenant."""
+        return list(islice(self._latest(tenant), n))
+
+    def _latest(self, tenant: str | None) -> Iterator[RequestRecord]:
+        for record in reversed(self._records.values()):
+            if tenant is None or record.tenant == tenant:
+                yield record
+
+    def _end(self, record: RequestRecord) -> None:
+        for listener in self.ended:
+            listener(record)
+
+    def _enter(self, id: str, number: int) -> None:
+        numbers = self._by_id.setdefault(id, [])
+        numbers.append(number)
+        if len(numbers) > MOST_OF_AN_ID:
+            del numbers[0]
+
+    def _leave(self, id: str, number: int) -> None:
+        numbers = self._by_id.get(id, [])
+        if number in numbers:
+            numbers.remove(number)
+        if not numbers:
+            self._by_id.pop(id, None)
+
+    def _drop_oldest(self) -> None:
+        number, record = self._records.popitem(last=False)
+        self._leave(record.id, number)
+        if record.client_id:
+            self._leave(record.client_id, number)
+
+
+def end_with_error(record: RequestRecord, error: BaseException, now_s: float) -> None:
+    """Ends a record with an error: `refused` if nothing ran and the caller or a limit is the reason, else `failed`; and
+    `cancelled` if the caller has gone."""
+    if isinstance(error, PrefixdError):
+        refused = record.handed_over_s is None and error.status in _REFUSALS
+        record.end("refused" if refused else "failed", now_s, status=error.status, reason=str(error))
+    elif isinstance(error, Exception):
+        record.end("failed", now_s, status="INTERNAL", reason=f"{type(error).__name__}: {error}")
+    else:  # cancelled: the caller hung up
+        record.end("cancelled", now_s)
+
+
+_REFUSALS = frozenset(
+    {
+        "ALREADY_EXISTS",
+        "FAILED_PRECONDITION",
+        "INVALID_ARGUMENT",
+        "NOT_FOUND",
+        "PERMISSION_DENIED",
+        "RESOURCE_EXHAUSTED",
+        "UNAUTHENTICATED",
+        "UNAVAILABLE",
+        "UNIMPLEMENTED",
+    }
+)

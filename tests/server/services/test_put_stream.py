@@ -23,9 +23,12 @@ from prefixd.cache import (
 )
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.sessions.reservations import ToFill
+from prefixd.observability.request_log import RequestLog
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
+from prefixd.server.rpc.receiving import CURRENT_CALL, Call
 from prefixd.server.rpc.status import abort
 from prefixd.server.services import cache_service, put_stream
+from prefixd.server.services.call_records import CallRecords
 from prefixd.server.services.put_stream import Put
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
@@ -57,7 +60,9 @@ class House(OpenCache):
 
     async def put(self, messages: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:
         """As the service does."""
-        put = Put(self.cache, self.cache.leases.session, messages)
+        CURRENT_CALL.set(Call(None))
+        log = RequestLog(self.cache.clock)
+        put = Put(self.cache, self.cache.leases.session, messages, CallRecords(self.cache, log))
         try:
             await put.begin()
             return await put.store()

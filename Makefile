@@ -43,6 +43,12 @@ ROUTERS_VENV := .venv-routers
 ROUTERS_INSTALLED := $(ROUTERS_VENV)/.installed
 PEERS_OPTIONS ?= --json benchmarks/results/peers.json --plot docs/peers.png
 
+# What judges the things that operators look at. The load generators pin packages of their own.
+OPERATOR_INSTALLED := $(VENV)/.operator
+JUDGES_VENV := .venv-judges
+JUDGES_INSTALLED := $(JUDGES_VENV)/.installed
+OPERATOR_TESTS ?= tests/operator
+
 # The site of the documentation.
 DOCS_VENV := .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
@@ -52,9 +58,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # The engines' own variables begin like these: one that prefixd does not know would be part of the names of namespaces.
 unexport VLLM_TESTS SGLANG_TESTS
 
-.PHONY: help install install-vllm install-sglang install-docs run test test-slow test-all test-remote test-stores \
+.PHONY: help install install-vllm install-sglang install-docs install-operator run test test-slow test-all test-remote test-stores \
 	test-remote-vllm test-vllm test-vllm-matrix $(VLLM_MATRIX) test-vllm-0.32.0 test-vllm-0.33.0 test-sglang test-sglang-engine \
-	test-sglang-matrix test-routers bench-peers check results docs format proto gpu-check gpu-engines clean
+	test-sglang-matrix test-routers test-operator bench-peers check results docs format proto gpu-check gpu-engines clean
 .DEFAULT_GOAL := help
 
 help:
@@ -69,16 +75,17 @@ help:
 	@echo "make test-sglang-engine   the same with whole SGLang engines on the CPU, each of which takes 25 s to start"
 	@echo "make test-sglang-matrix   run a few of both with SGLang 0.5.22 and 0.5.23, and write docs/compatibility.md"
 	@echo "make test-routers  run Dynamo's and vLLM's routers against daemons, in $(ROUTERS_VENV) (400 MB; Linux)"
+	@echo "make test-operator run what judges metrics, dashboards, manifests, images, the page and the HTTP port (3 GB, also $(JUDGES_VENV))"
 	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, a quarter of an hour)"
 	@echo "make check         style, types, import rules, generated code, docs/results.md"
 	@echo "make results       write docs/results.md, docs/papers.md and the README's figures from benchmarks/results"
 	@echo "make docs          build the documentation's site in build/docs; links and pages are checked"
-	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang, install-docs: theirs)"
+	@echo "make install       set up .venv (the others do it when needed; install-vllm, -sglang, -docs, -operator: theirs)"
 	@echo "make format        let ruff fix and format"
 	@echo "make proto         regenerate prefixd/v1 from proto/, and the client without async from the asyncio one"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
 	@echo "make gpu-engines   a real vLLM on a GPU alone, with prefixd and with its own offloading (LMCache too, where it is installed)"
-	@echo "make clean         remove .venv, $(VLLM_VENV), $(VLLM_OTHERS), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV), $(DOCS_VENV) and caches"
+	@echo "make clean         remove .venv, $(VLLM_VENV), $(VLLM_OTHERS), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV), $(JUDGES_VENV), $(DOCS_VENV) and caches"
 
 # $(call environment,FOLDER): makes it unless it is there and whole.
 environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
@@ -223,6 +230,30 @@ $(ROUTERS_INSTALLED): tests/routers/requirements.txt
 test-routers: $(INSTALLED) $(ROUTERS_INSTALLED) $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/routers
 
+# Debian's packages are installed as root only; without them tests are skipped, with the package's name. RUNLEVEL=1: its
+# scripts start no service.
+$(OPERATOR_INSTALLED): $(INSTALLED) tests/operator/requirements.txt
+	$(call pip,$(VENV),-c constraints.txt -r tests/operator/requirements.txt)
+	@for each in promtool:prometheus chromium:chromium; do \
+		command -v $${each%%:*} >/dev/null && continue; \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && RUNLEVEL=1 \
+			DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends $${each##*:} >/dev/null || \
+			echo "$${each%%:*} is missing: tests that need Debian's package $${each##*:} are skipped" >&2; \
+	done
+	@touch $@
+
+$(JUDGES_INSTALLED): tests/operator/judges.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(call environment,$(JUDGES_VENV))
+	$(call pip,$(JUDGES_VENV),--no-deps -r tests/operator/judges.txt)
+	@touch $@
+
+install-operator: $(OPERATOR_INSTALLED) $(JUDGES_INSTALLED) $(VLLM_INSTALLED)
+
+# `vllm bench serve` comes from the environment of vLLM.
+test-operator: install-operator
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs $(OPERATOR_TESTS)
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -301,5 +332,5 @@ gpu-engines:
 	echo "gpu-engines: skipped, no Python here ($(GPU_PYTHON)) has a vLLM and a torch that sees a CUDA GPU"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS) $(SGLANG_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(DOCS_VENV) build/docs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS) $(SGLANG_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(JUDGES_VENV) $(DOCS_VENV) build/docs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,9 +21,9 @@ _PIP: tuple[str | Path, ...] = (sys.executable, "-m", "pip", "--quiet", "--disab
 _EXTRAS = {"client": "", "daemon": "daemon", "worker": "worker"}
 
 
-def build_wheel(folder: Path) -> Path:
-    """Builds the wheel of this tree into `folder`. Raises BenchmarkError."""
-    _run([*_PIP, "wheel", "--no-deps", "--wheel-dir", folder, ROOT])
+def build_wheel(folder: Path, source: Path = ROOT) -> Path:
+    """Builds the wheel of a tree, by default this one, into `folder`. Raises BenchmarkError."""
+    _run([*_PIP, "wheel", "--no-deps", "--wheel-dir", folder, source])
     (wheel,) = folder.glob("prefixd-*.whl")
     return wheel
 

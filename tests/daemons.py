@@ -413,7 +413,7 @@ def launch() -> Iterator[Callable[..., Remote]]:
 @pytest.fixture(scope="session")
 def model_daemon(with_model: dict[str, str | int]) -> Iterator[Remote]:
     """A daemon with the small model that many modules share; it has metrics, and loads prefixes layer by layer."""
-    settings = {**with_model, "gpu.bytes": "4MiB", "server.metrics_port": 0, "worker.layerwise_loads": "always"}
+    settings = {**with_model, "gpu.bytes": "4MiB", "server.metrics": "127.0.0.1:0", "worker.layerwise_loads": "always"}
     with DaemonProcess(settings) as daemon, Remote(daemon) as remote:
         ready = admin_pb2.WorkerStats.STATE_READY
         remote.until(lambda stats: stats.worker.state == ready and all(model.namespace for model in stats.models))

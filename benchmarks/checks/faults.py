@@ -73,7 +73,7 @@ def run_scenario(scenario: Scenario, folder: Path, seed: int = 0, pace: Pace = P
     begin = time.monotonic()
     port = harness.free_port()
     disk = folder / "disk"
-    settings = {**SETTINGS, "disk.path": disk, "server.metrics_port": port, **scenario.settings}
+    settings = {**SETTINGS, "disk.path": disk, "server.metrics": f"127.0.0.1:{port}", **scenario.settings}
     daemon = FaultyDaemon(settings, directory=folder / "daemon")
     stage = Stage(daemon, folder)
     result = Result(scenario.name)

@@ -273,7 +273,7 @@ def run(
             "cpu.bytes": scale.cpu_bytes,
             "disk.bytes": 2 * blocks * slabs.SLOT_BYTES,
             "disk.write_queue_bytes": scale.cpu_bytes,  # the disk is not what is measured
-            "server.metrics_port": port,
+            "server.metrics": f"127.0.0.1:{port}",
         }
         with daemon_type(settings, directory=Path(folder)) as daemon, Bystander(daemon.address) as bystander:
             wanted = {*names, _FIRST}

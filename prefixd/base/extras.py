@@ -6,7 +6,10 @@ from importlib.util import find_spec
 
 from prefixd.base.errors import ConfigError
 
-_DAEMON = ("aiofiles", "grpc_health", "grpc_reflection", "lmdb", "msgspec", "prometheus_client", "pydantic", "zmq")
+_DAEMON = (
+    *("aiofiles", "grpc_health", "grpc_reflection", "lmdb", "msgspec", "prometheus_client", "pydantic", "starlette"),
+    *("uvicorn", "zmq"),
+)
 EXTRAS: dict[str, tuple[str, ...]] = {
     "daemon": _DAEMON,
     "worker": (*_DAEMON, "torch", "transformers", "tokenizers", "safetensors", "PIL", "cuda"),

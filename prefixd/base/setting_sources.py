@@ -149,6 +149,7 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _REMOVED = {
+    "server.metrics_port": 'write server.metrics = "127.0.0.1:PORT" instead, the address of the operators\' HTTP port',
     "worker.feature_bytes": "images' embeddings lie in the tiers now, so remove it; worker.keep_embeddings = false "
     "computes them anew for each prompt",
 }

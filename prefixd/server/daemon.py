@@ -25,10 +25,12 @@ from prefixd.server.access.local_credentials import LocalCredentials, LocalProce
 from prefixd.server.access.socket_access import private_umask
 from prefixd.server.background_tasks import BackgroundTasks
 from prefixd.server.draining import Drain
-from prefixd.server.figures.metrics_server import MetricsServer
+from prefixd.server.figures.figure_pages import FigurePages
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
+from prefixd.server.http.http_ports import HttpPorts
+from prefixd.server.http.operator_routes import OperatorRoutes
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.rpc.door import finish_work
 from prefixd.server.rpc.health_service import Health
@@ -57,11 +59,20 @@ _CLOSE_S = 1.0  # calls that still run when the listeners close have this long t
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The addresses at which the daemon listens, and the seconds from the opening of its tiers until then."""
+    """The addresses at which the daemon listens, and the seconds from the opening of its tiers until then.
+
+    Attributes:
+        socket: the unix socket.
+        tcp: host:port of gRPC, if other hosts may call.
+        metrics: URL of the operators' HTTP port, if there is one.
+        http: URL of the users' HTTP port, if there is one.
+        opening_s: those seconds.
+    """
 
     socket: Path
     tcp: str | None
-    metrics_port: int | None
+    metrics: str | None
+    http: str | None
     opening_s: float
 
 
@@ -150,7 +161,7 @@ class Daemon:
         if models is not None:
             self._tasks.watch(models.start())
             stack.push_async_callback(models.stop)
-        health_status = HealthStatus(self._health, self.cache.tiers, models, self._draining)
+        self._health_status = health_status = HealthStatus(self._health, self.cache.tiers, models, self._draining)
         self._troubles.listeners.append(health_status.update)
         self.drain = Drain(self.cache, models, self._draining, self._timeout_s, health_status.update)
         self._listeners.access.make_directory(settings.server.socket.parent)
@@ -164,13 +175,13 @@ class Daemon:
         stack.push_async_callback(self._listeners.close, _CLOSE_S)
         stack.callback(service.close)
         health_status.update()
-        metrics_port = await self._open_metrics(snapshot, stack)
+        metrics, http = await self._open_http(snapshot, stack)
         reload = SettingsReload(
             self._given, self._read_settings, self._listeners, self.cache, self._troubles, self._audit
         )
         self.signals.take_hangups(lambda: self._loop.call_soon_threadsafe(reload.begin))
         stack.callback(self.signals.ignore_hangups)
-        return Endpoints(settings.server.socket, tcp, metrics_port, elapsed_s() - began_s)
+        return Endpoints(settings.server.socket, tcp, metrics, http, elapsed_s() - began_s)
 
     async def _start_cache(self, device: str, stack: AsyncExitStack) -> None:
         """Opens the tiers and the cache, and starts their background tasks."""
@@ -255,21 +266,20 @@ class Daemon:
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, services)
         return snapshot, service
 
-    async def _open_metrics(self, snapshot: Snapshot, stack: AsyncExitStack) -> int | None:
-        """Opens the metrics page where the settings ask for it; returns its port."""
-        port = self.settings.server.metrics_port
-        if port is None:
-            return None
+    async def _open_http(self, snapshot: Snapshot, stack: AsyncExitStack) -> tuple[str | None, str | None]:
+        """Opens the HTTP ports for which the settings ask; returns their URLs, the operators' and the users'."""
+        server, listeners = self.settings.server, self._listeners
+        if server.metrics is None and server.http is None:
+            return None, None
         try:
-            metrics = MetricsServer(snapshot.take, self._listeners.identities.refuse_scraper)
-            stack.push_async_callback(metrics.close)
-            return await metrics.start(port)
+            pages = FigurePages(snapshot.take)
         except SwapError as error:
-            raise ConfigError(f"server.metrics_port = {port}: {error}") from error
-        except OSError as error:
-            raise ConfigError(
-                f"server.metrics_port = {port} cannot be used ({error.strerror}); choose another"
-            ) from error
+            raise ConfigError(f"server.metrics = {server.metrics}: {error}") from error
+        stack.callback(pages.close)
+        operator = OperatorRoutes(pages, self._health_status.not_ready)
+        ports = HttpPorts(server, listeners.identities, listeners.limits.refusals, self._audit, operator)
+        stack.push_async_callback(ports.close, _CLOSE_S)
+        return await ports.open_metrics(), await ports.open_users(lambda callers: [])
 
     def _timeout_s(self) -> float:
         """Returns how long a drain waits for running requests and calls: 0 s if a background task has failed."""

@@ -57,3 +57,18 @@ class HealthStatus:
         for service, serves in well.items():
             status = health_pb2.HealthCheckResponse
             self._health.set(service, status.SERVING if serves else status.NOT_SERVING)
+
+    def not_ready(self) -> list[str]:
+        """Returns the reasons why the daemon takes no work now; none if it does. A model that failed is none while
+        another one serves."""
+        if self._draining.is_set():
+            return ["the daemon drains and takes no new work"]
+        if self._models is None:
+            return []
+        workers = {name: host.worker for name, host in self._models.hosts.items()}
+        if any(worker.ready for worker in workers.values()):
+            return []
+        return [
+            f"the worker of {name} was given up ({worker.failure})" if worker.failure else f"the model {name} loads"
+            for name, worker in workers.items()
+        ]

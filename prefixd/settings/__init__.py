@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prefixd.settings.field_types import MEMORY_SOCKET_SUFFIX, default_data_dir
+from prefixd.settings.http_address import HttpAddress
 from prefixd.settings.inference import SchedulerSettings
 from prefixd.settings.server import EVENT_NAMESPACE, EVENT_TENANT, EventSettings, ServerSettings
 from prefixd.settings.settings import Settings, dotted_names, dotted_values
@@ -15,6 +16,7 @@ __all__ = [
     "MEMORY_SOCKET_SUFFIX",
     "CacheSettings",
     "EventSettings",
+    "HttpAddress",
     "RemoteSettings",
     "SchedulerSettings",
     "ServerSettings",

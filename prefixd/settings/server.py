@@ -14,7 +14,6 @@ from prefixd.settings.field_types import (
     AbsolutePath,
     Bytes,
     Count,
-    Port,
     Seconds,
     Section,
     SocketPath,
@@ -22,12 +21,18 @@ from prefixd.settings.field_types import (
     listed_numbers,
     listed_texts,
 )
+from prefixd.settings.http_address import HttpAddress
 
 
 def _tcp(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError("write host:port, such as 127.0.0.1:7070 (port 0: any free one)")
+    return value
+
+
+def _http_address(value: str) -> str:
+    HttpAddress.parse(value)
     return value
 
 
@@ -65,6 +70,9 @@ def _socket_mode(value: object) -> object:
 AnnouncedNames = Annotated[str, AfterValidator(_announced)]
 
 
+HttpAddressText = Annotated[str, AfterValidator(_http_address)]
+
+
 def without_authority(name: str) -> str:
     """Returns why a setting that names certificates is refused if the daemon asks no client for one."""
     return (
@@ -85,28 +93,33 @@ class ServerSettings(Section):
     tcp: Annotated[str, AfterValidator(_tcp)] | None = None
     """host:port for clients on other hosts; none by default. Needs tls_cert and tls_key, or insecure_tcp."""
     tls_cert: AbsolutePath | None = None
-    """Certificate (chain) of the TCP port, PEM. With it and tls_key, traffic is encrypted and clients can verify the
-    daemon. tls_client_ca and tokens decide which clients may use the port; with neither, all that reach it may."""
+    """Certificate (chain) of the TCP port and of HTTP ports with https://, PEM. With it and tls_key, traffic is
+    encrypted and clients can verify the daemon. tls_client_ca and tokens decide which clients may use the port; with
+    neither, all that reach it may."""
     tls_key: AbsolutePath | None = None
     """The certificate's private key, PEM, without a password."""
     tls_client_ca: AbsolutePath | None = None
     """Certificate authorities, PEM: only clients with a certificate from them may use the TCP port (mutual TLS).
     tenants.NAME.certificates says which tenant a certificate belongs to, admin_certificates which ones are operators';
-    if there are tokens, all other certificates need a token too."""
+    if there are tokens, all other certificates need a token too. At an HTTP port with https:// a token alone is enough,
+    and /healthz and /readyz need neither."""
     insecure_tcp: bool = False
     """Open the TCP port without TLS, also on loopback: all clients that reach it may use it, and others can read and
     change the traffic on the way. With tokens only their holders may use it, but the tokens can be read on the way."""
     tokens: AbsolutePath | None = None
-    """File (mode 0600) of bearer tokens for the TCP port and the metrics port: lines `name role token [tenant]`, and
-    comments that begin with `#`. The role client opens PrefixCache and Inference, metrics the metrics port, admin those
-    and Admin; health is open to all. A token without a tenant belongs to the tenant default. The daemon reads the file
+    """File (mode 0600) of bearer tokens for the TCP port and the HTTP ports: lines `name role token [tenant]`, and
+    comments that begin with `#`. The role client opens PrefixCache and Inference, metrics the figures, admin those and
+    Admin; health is open to all. A token without a tenant belongs to the tenant default. The daemon reads the file
     again within 2 s of a change; while it cannot be used, the tokens read before stay valid."""
     admin_uids: Annotated[tuple[UserId, ...], BeforeValidator(listed_numbers)] = ()
     """User ids of this host that are operators at the unix socket, beside root and the daemon's user: they use Admin
     and map the memory. All other users that may connect are clients."""
     admin_certificates: tuple[str, ...] = ()
     """Names in client certificates (subject's common name, or a DNS or URI alternative name) of operators: they use
-    Admin over TCP. Needs tls_client_ca."""
+    Admin over TCP, and read the figures. Needs tls_client_ca."""
+    metrics_certificates: tuple[str, ...] = ()
+    """Names in client certificates of Prometheus and others that may read the figures, at an HTTP port with https://.
+    Needs tls_client_ca."""
     max_sessions: Count = 256
     """The most sessions open at once; one more is refused. The daemon keeps some for each tenant (8, if there are
     enough), so that the others cannot take all; `sessions` of a tenant is a limit of its own."""
@@ -122,12 +135,22 @@ class ServerSettings(Section):
     """The longest lifetime that a client can ask for, in seconds."""
     drain_timeout_s: Seconds = 60.0
     """How long a drain or a SIGTERM waits for running requests before it ends them, in seconds."""
-    metrics_port: Port | None = None
-    """Port for Prometheus metrics on 127.0.0.1; none by default. With tokens, scrapers need one with the role metrics
-    or admin (`authorization` in Prometheus' scrape_config); without, every user of this host can read the figures."""
     request_records: Annotated[int, Field(ge=0, le=1 << 20)] = 4096
     """How many of the last requests the daemon remembers for `prefixd why`, of engines' calls too; some 4 KiB each.
     0: none."""
+    metrics: HttpAddressText | None = None
+    """host:port of the operators' HTTP port, such as 127.0.0.1:9470; none by default. /metrics is for Prometheus, / a
+    page with the same figures, /healthz and /readyz are for probes. https://host:port: with TLS. With tokens,
+    readers of figures need one with the role metrics or admin (`authorization` in Prometheus' scrape_config), or with
+    tls_client_ca a certificate that admin_certificates or metrics_certificates name; with neither, everyone who reaches
+    the port reads them."""
+    http: HttpAddressText | None = None
+    """host:port of the users' HTTP port, such as 127.0.0.1:8000; none by default. It has OpenAI's interface (/v1/...),
+    and the operators' pages. https://host:port: with TLS. With tokens, users need one with the role client or admin, or
+    a certificate; with neither, everyone who reaches the port is a client of the tenant default."""
+    insecure_http: bool = False
+    """Open metrics and http without TLS at an address that other hosts reach: others can read the traffic and the
+    tokens on the way."""
     audit_log: AbsolutePath | None = None
     """File that gets a line of JSON for each caller that is let in or refused, and for each action of an operator; none
     by default."""
@@ -137,6 +160,8 @@ class ServerSettings(Section):
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise ValueError(f"server.{name} = {getattr(self, name)} needs server.{other} too")
+        for name in ("metrics", "http"):
+            self._check_http(name)
         if self.tcp is None:
             return self
         if self.tls_cert is not None and self.insecure_tcp:
@@ -152,9 +177,24 @@ class ServerSettings(Section):
 
     @check_together(mode="after")
     def _certificates_are_asked_for(self) -> Self:
-        if self.admin_certificates and self.tls_client_ca is None:
-            raise ValueError(without_authority("server.admin_certificates"))
+        for name in ("admin_certificates", "metrics_certificates"):
+            if getattr(self, name) and self.tls_client_ca is None:
+                raise ValueError(without_authority(f"server.{name}"))
         return self
+
+    def _check_http(self, name: str) -> None:
+        """Raises ValueError if an HTTP port has TLS without a certificate, or is public without TLS by mistake."""
+        text = getattr(self, name)
+        if text is None:
+            return
+        address = HttpAddress.parse(text)
+        if address.tls and self.tls_cert is None:
+            raise ValueError(f"server.{name} = {text} has TLS and needs server.tls_cert and server.tls_key")
+        if not (address.tls or address.is_loopback or self.insecure_http):
+            raise ValueError(
+                f"server.{name} = {text} has no TLS, and other hosts reach it; write https://{text.rpartition('/')[2]} "
+                "and set server.tls_cert and server.tls_key, or set server.insecure_http = true to open it without TLS"
+            )
 
     @check_together(mode="after")
     def _ttl_within_limit(self) -> Self:

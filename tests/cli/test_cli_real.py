@@ -163,7 +163,8 @@ def test_ctrl_c_ends_a_daemon_without_a_model(environment: dict[str, str], home:
             assert process.stdout is not None and process.stderr is not None
             ready = json.loads(process.stdout.readline())
             assert ready.pop("opening_s") >= 0
-            assert ready == {"socket": str(home / "other.sock"), "tcp": None, "metrics_port": None, "pid": process.pid}
+            ports = {"tcp": None, "metrics": None, "http": None}
+            assert ready == {"socket": str(home / "other.sock"), **ports, "pid": process.pid}
             process.send_signal(signal.SIGINT)
             errors = process.stderr.read()
             assert process.wait(60) == 0

@@ -32,8 +32,8 @@ def test_the_sidecars_configuration_is_valid() -> None:
 def test_the_sidecar_has_no_open_port_and_its_examples_are_valid(tmp_path: Path) -> None:
     text = (ROOT / "deploy/prefixd.toml").read_text()
     shipped, all_of_it = load(text, tmp_path), load(re.sub(r"^#(?=\S)", "", text, flags=re.MULTILINE), tmp_path)
-    assert shipped.server.metrics_port is None and shipped.server.tcp is None and not shipped.tenants
-    assert all_of_it.server.metrics_port == 9470 and all_of_it.server.tokens is not None
+    assert shipped.server.metrics is None and shipped.server.tcp is None and not shipped.tenants
+    assert all_of_it.server.metrics == "127.0.0.1:9470" and all_of_it.server.tokens is not None
     assert all_of_it.tenants["example"].uids == (1001,) and all_of_it.quotas["example"].calls == 256
     assert compose()["configs"]["daemon"]["content"].count("port") == 0
 

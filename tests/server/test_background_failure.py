@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -58,7 +59,7 @@ async def test_a_shortage_of_threads_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once the daemon takes calls there is no thread for anything: not for the scrubber, and not for a read."""
-    settings = settings_in(tmp_path, **{"server.metrics_port": 0, "disk.bytes": "4MiB"})
+    settings = settings_in(tmp_path, **{"server.metrics": "127.0.0.1:0", "disk.bytes": "4MiB"})
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Endpoints] = loop.create_future()
     really, refused = threading.Thread.start, []
@@ -82,8 +83,9 @@ async def test_a_shortage_of_threads_ends_nothing(
                     await cache.store(range(first, first + 16), bytes([first]) * (4 * 65536), durable=True)
                 kept = bytearray(4 * 65536)
                 assert await cache.load(range(16, 32), kept) == 4 and bytes(kept) == bytes([16]) * (4 * 65536)
-            reader, writer = await asyncio.open_connection("127.0.0.1", endpoints.metrics_port)
-            writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+            port = urlsplit(str(endpoints.metrics)).port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert b"prefixd_scrub" in await reader.read()
             writer.close()
             assert not daemon.done()

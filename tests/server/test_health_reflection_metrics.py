@@ -24,7 +24,7 @@ SERVICES = {"prefixd.v1.PrefixCache", "prefixd.v1.Inference", "prefixd.v1.Admin"
 
 @pytest.fixture(scope="module")
 def remote(launch: Callable[..., Remote]) -> Remote:
-    return launch({"cpu.bytes": "4MiB", "disk.bytes": "16MiB", "server.metrics_port": 0})
+    return launch({"cpu.bytes": "4MiB", "disk.bytes": "16MiB", "server.metrics": "127.0.0.1:0"})
 
 
 def test_every_service_is_healthy(remote: Remote) -> None:
@@ -95,7 +95,7 @@ def test_reflection_lists_the_services_and_has_their_contracts(remote: Remote) -
 
 def scrape(remote: Remote) -> dict[tuple[str, str], float]:
     """(metric, its only label's value) -> value."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{remote.daemon.metrics_port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"{remote.daemon.metrics}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
             (sample.name, next(iter(sample.labels.values()), "")): sample.value

@@ -367,7 +367,7 @@ def test_topics_by_namespace(start: Callable[..., Remote], subscriber: Callable[
 
 @pytest.mark.slow
 def test_figures(start: Callable[..., Remote], subscriber: Callable[..., Subscriber], folder: Path) -> None:
-    remote = start({"server.metrics_port": 0, "disk.bytes": 0})
+    remote = start({"server.metrics": "127.0.0.1:0", "disk.bytes": 0})
     router = subscriber()
     keys = hashes(put(remote), TOKENS)
     router.until(lambda: router.has("CPU", *keys))
@@ -375,7 +375,7 @@ def test_figures(start: Callable[..., Remote], subscriber: Callable[..., Subscri
     events = sum(len(msgspec.msgpack.decode(payload)[1]) for _, _, payload in batches)
     stats = remote.stats().kv_events
     assert (stats.events, stats.batches, stats.overruns, stats.subscriptions) == (events, len(batches), 0, 1)
-    with urllib.request.urlopen(f"http://127.0.0.1:{remote.daemon.metrics_port}", timeout=WAIT_S) as answer:
+    with urllib.request.urlopen(f"{remote.daemon.metrics}/metrics", timeout=WAIT_S) as answer:
         lines = answer.read().decode().splitlines()
     for line in (
         f"prefixd_kv_events_total {events:.1f}",

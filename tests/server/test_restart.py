@@ -154,7 +154,7 @@ def test_a_taken_port_is_refused(serve_failing: Callable[..., subprocess.Complet
         assert str(port) in refusal(
             serve_failing({**settings, "server.tcp": f"127.0.0.1:{port}", "server.insecure_tcp": "true"})
         )
-        assert str(port) in refusal(serve_failing({**settings, "server.metrics_port": port}))
+        assert str(port) in refusal(serve_failing({**settings, "server.metrics": f"127.0.0.1:{port}"}))
     assert not (folder / "s").exists()
 
 

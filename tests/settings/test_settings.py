@@ -66,13 +66,13 @@ def test_overrides_may_be_nested_and_environment_values_are_parsed() -> None:
         None,
         {"worker": {"embedded": True}},
         {
-            "PREFIXD_SERVER__METRICS_PORT": "9090",
+            "PREFIXD_SCHEDULER__QUEUE_LIMIT": "9090",
             "PREFIXD_CACHE__ENABLED": "false",
             "PREFIXD_SERVER__TCP": "",
         },
     )
     assert settings.worker.enabled
-    assert (settings.server.metrics_port, settings.cache.enabled, settings.server.tcp) == (9090, False, None)
+    assert (settings.scheduler.queue_limit, settings.cache.enabled, settings.server.tcp) == (9090, False, None)
 
 
 def test_every_policy_can_be_chosen() -> None:

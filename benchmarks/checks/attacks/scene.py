@@ -78,7 +78,7 @@ class Scene:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-hostile-")))
         folder.chmod(0o711)  # users need it to reach the socket, where the daemon checks them
         self._house = House(folder, people.QUOTAS, free_port(), tokens=TOKENS_OF_EACH)
-        metrics = {"server.metrics_port": self.metrics_port}
+        metrics = {"server.metrics": f"127.0.0.1:{self.metrics_port}"}
         settings = {**PLAIN, **self._house.settings, **people.users(), **metrics, **self._settings(folder)}
         self.daemon = DaemonProcess(settings, directory=folder / "d", program=_PROGRAM)
         self._stack.callback(self.daemon.kill)  # a stop would write blocks back first

@@ -38,7 +38,7 @@ def run_worker_scenario(folder: Path, port: int) -> Result:
     limit = folder / "mappings"
     program = _PROGRAM.format(scarce=str(_SCARCE), limit=str(limit))
     daemon = DaemonProcess(
-        {**_SETTINGS, "server.metrics_port": port}, directory=folder / "daemon", program=("-c", program)
+        {**_SETTINGS, "server.metrics": f"127.0.0.1:{port}"}, directory=folder / "daemon", program=("-c", program)
     )
     with daemon, Client(daemon.address, name="load 1") as first, Client(daemon.address, name="load 2") as second:
         clients = (first, second)

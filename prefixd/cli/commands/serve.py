@@ -30,6 +30,7 @@ EXAMPLES = examples(
 )
 
 TCP = "For clients on other hosts"
+HTTP = "HTTP"
 TIERS = "Tiers (sizes such as 8GiB, 512MiB, 4096)"
 WORKER = "Model"
 QUEUE = "Queue and eviction"
@@ -70,8 +71,22 @@ def serve_command(
         bool | None,
         typer.Option("--insecure-tcp", rich_help_panel=TCP, show_default=False, help="Open the TCP port without TLS."),
     ] = None,
-    metrics_port: Annotated[
-        str | None, _option("--metrics-port", None, "Prometheus metrics on 127.0.0.1.", "PORT")
+    metrics: Annotated[
+        str | None,
+        _option("--metrics", HTTP, "Metrics, health and a page for operators, such as 127.0.0.1:9470.", "HOST:PORT"),
+    ] = None,
+    http: Annotated[
+        str | None,
+        _option("--http", HTTP, "OpenAI's interface for users, and the operators' pages.", "HOST:PORT"),
+    ] = None,
+    insecure_http: Annotated[
+        bool | None,
+        typer.Option(
+            "--insecure-http",
+            rich_help_panel=HTTP,
+            show_default=False,
+            help="Open them to other hosts without TLS (with it: https://HOST:PORT).",
+        ),
     ] = None,
     model: Annotated[Path | None, _option("--model", WORKER, "Also serve this Hugging Face model.", "DIR")] = None,
     embedded: Annotated[
@@ -142,7 +157,9 @@ def serve_command(
         "server.tls_client_ca": tls_client_ca,
         "server.tokens": tokens,
         "server.insecure_tcp": insecure_tcp,
-        "server.metrics_port": metrics_port,
+        "server.metrics": metrics,
+        "server.http": http,
+        "server.insecure_http": insecure_http,
         "worker.model": model,
         "worker.embedded": embedded,
         "gpu.device": device,
@@ -194,8 +211,8 @@ def _gather_overrides(flags: dict[str, Any], assignments: list[str] | None) -> d
 
 
 def _ready_line(endpoints: Endpoints) -> str:
-    tcp = f" and {endpoints.tcp}" if endpoints.tcp else ""
-    return f"prefixd is ready at unix:{endpoints.socket}{tcp} (pid {os.getpid()}; Ctrl-C ends it)"
+    others = [each for each in (endpoints.tcp, endpoints.http, endpoints.metrics) if each]
+    return f"prefixd is ready at {', '.join([f'unix:{endpoints.socket}', *others])} (pid {os.getpid()}; Ctrl-C ends it)"
 
 
 def _ready_json(endpoints: Endpoints) -> str:
@@ -203,7 +220,8 @@ def _ready_json(endpoints: Endpoints) -> str:
         {
             "socket": str(endpoints.socket),
             "tcp": endpoints.tcp,
-            "metrics_port": endpoints.metrics_port,
+            "metrics": endpoints.metrics,
+            "http": endpoints.http,
             "pid": os.getpid(),
             "opening_s": round(endpoints.opening_s, 3),
         }

@@ -65,8 +65,10 @@ class DaemonProcess:
         self.directory = Path(tempfile.mkdtemp(prefix="prefixd-")) if directory is None else directory
         self.tcp: str | None = None
         """host:port of the running daemon for other hosts; None without the setting `server.tcp`."""
-        self.metrics_port: int | None = None
-        """Port of the running daemon's metrics; None without the setting `server.metrics_port`."""
+        self.metrics: str | None = None
+        """URL of the running daemon's operators' HTTP port; None without the setting `server.metrics`."""
+        self.http: str | None = None
+        """URL of the running daemon's users' HTTP port; None without the setting `server.http`."""
         self.opening_s = 0.0
         """Seconds of the last start, from opening the tiers (and restoring the blocks on disk) to the first call."""
         self._settings = dict(settings or {})
@@ -150,7 +152,7 @@ class DaemonProcess:
             raise DaemonFailed("the daemon is not running; launch it first")
         try:
             ready = self._read_announcement(self._process)
-            self.tcp, self.metrics_port = ready.get("tcp"), ready.get("metrics_port")
+            self.tcp, self.metrics, self.http = ready.get("tcp"), ready.get("metrics"), ready.get("http")
             self.opening_s = float(ready["opening_s"])
         except BaseException:
             self._end(signal.SIGTERM)

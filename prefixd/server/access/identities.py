@@ -23,7 +23,7 @@ class Caller:
         tenant: the tenant that it belongs to.
         role: the services that it may use.
         name: a name for logs: `uid 1001`, or the name of a token or certificate.
-        door: `unix` or `tcp`.
+        door: `unix`, `tcp` or `http`.
         pid: process id of a local caller that sent a credential, else 0.
         host: address of a caller that sent no token or certificate to an open TCP port, else empty.
     """
@@ -77,6 +77,7 @@ class Identities:
         """Uses these settings from now on. Tokens that do not fit them are logged when the tokens are next read."""
         self._admin_uids = {0, os.geteuid(), *settings.admin_uids}
         self._admin_certificates = frozenset(settings.admin_certificates)
+        self._metrics_certificates = frozenset(settings.metrics_certificates)
         self._mapping_uids = {*self._admin_uids, *settings.allow_uids}
         self._mapping_uids |= {uid for tenant in named.values() if tenant.map_memory for uid in tenant.uids}
         self._named = {*named, DEFAULT} if named else set()
@@ -140,7 +141,12 @@ class Identities:
         """True if processes of this user may map the daemon's memory, which cannot be taken back."""
         return uid in self._mapping_uids
 
-    # -- the TCP port -------------------------------------------------------------------------------------------
+    # -- the TCP port and the HTTP ports --------------------------------------------------------------------------
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if the settings name a file of tokens."""
+        return self._tokens is not None
 
     def of_token(self, authorization: str) -> Caller:
         """Returns the holder of the token that `authorization` carries. Raises UnknownCallerError."""
@@ -155,21 +161,6 @@ class Identities:
             )
         return Caller(self._tenants.known(found.tenant), Role(found.role), found.name, "tcp")
 
-    def refuse_scraper(self, authorization: str) -> str | None:
-        """Returns the reason why the sender of this header may not read the metrics; None if it may. All senders may if
-        the settings name no tokens."""
-        if self._tokens is None:
-            return None
-        try:
-            caller = self.of_token(authorization)
-        except UnknownCallerError:
-            return (
-                "send `Authorization: Bearer TOKEN`, with a token of server.tokens that has the role metrics or admin"
-            )
-        if caller.role is Role.CLIENT:
-            return f"{caller.name} has the role client; use a token with the role metrics or admin"
-        return None
-
     def of_certificate(self, names: Sequence[str], host: str = "") -> Caller:
         """Returns the caller whose certificate has these names. Its tenant is the default one if no setting names them.
 
@@ -182,6 +173,9 @@ class Identities:
         for name in names:
             if name in self._admin_certificates:
                 return Caller(self._tenants.default, Role.ADMIN, name, "tcp")
+        for name in names:
+            if name in self._metrics_certificates:
+                return Caller(self._tenants.default, Role.METRICS, name, "tcp")
         for name in names:
             if name in self._tenant_of_certificate:
                 return Caller(self._tenants.known(self._tenant_of_certificate[name]), Role.CLIENT, name, "tcp")

@@ -146,21 +146,23 @@ async def test_tokens_name_a_tenant_and_a_role(tmp_path: Path) -> None:
         assert (caller.name, caller.tenant.name, caller.role, caller.door) == (name, tenant, role, "tcp")
     with pytest.raises(UnknownCallerError):
         identities.of_certificate(())
-    refusals = [identities.refuse_scraper(f"Bearer {secret * 16}") for secret in "meo"]
-    assert [why is None for why in refusals] == [True, False, True]
-    assert "role metrics or admin" in str(identities.refuse_scraper(""))
-    assert made({})[0].refuse_scraper("") is None
+    assert identities.has_tokens and not made({})[0].has_tokens
     tokens.close()
 
 
 def test_certificates_name_a_tenant_or_an_operator() -> None:
     settings: dict[str, object] = {"tenants.acme.certificates": ["engine.acme"], "server.admin_certificates": ["ops"]}
+    settings["server.metrics_certificates"] = ["prometheus"]
     settings |= {f"server.{name}": "/file.pem" for name in ("tls_client_ca", "tls_cert", "tls_key")}
     identities, _, _ = made(settings)
-    found = [identities.of_certificate(names) for names in (["x", "engine.acme"], ["engine.acme", "ops"], ["x"], [])]
+    found = [
+        identities.of_certificate(names)
+        for names in (["x", "engine.acme"], ["engine.acme", "ops"], ["prometheus"], ["x"], [])
+    ]
     assert [(caller.tenant.name, caller.role, caller.name) for caller in found] == [
         ("acme", Role.CLIENT, "engine.acme"),
         ("default", Role.ADMIN, "ops"),
+        ("default", Role.METRICS, "prometheus"),
         ("default", Role.CLIENT, "x"),
         ("default", Role.CLIENT, "anybody"),
     ]

@@ -43,7 +43,7 @@ class IdleMetrics(Scenario):
     """Opens 1,000 silent connections to the metrics port of a daemon that may open 1,024 files."""
 
     name = "idle metrics connections"
-    closed_by = "tests/server/figures/test_metrics_server.py"
+    closed_by = "tests/server/http/test_http_listener.py"
 
     async def attack(self, mallory: Mallory) -> None:
         _allow_files(4096)

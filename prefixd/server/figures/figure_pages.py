@@ -1,0 +1,59 @@
+"""The figures as pages: Prometheus' formats and JSON.
+
+The event loop takes the figures, since only it may read the cache; a thread writes the page. One page at a time is
+made, so that scrapers together do not take the whole event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from prefixd.base.plain_messages import to_plain
+from prefixd.server.figures.metrics import MetricsCollector
+from prefixd.v1 import admin_pb2 as pb
+from prefixd_swap import started_threads
+
+
+class FigurePages:
+    """Writes the figures as pages.
+
+    Args:
+        take: returns the figures; called on the event loop, once for each page.
+
+    Raises:
+        OutOfMemoryError: the thread that writes the pages cannot be started.
+    """
+
+    def __init__(self, take: Callable[[], Awaitable[pb.StatsResponse]]) -> None:
+        self._take = take
+        self._threads = started_threads(1, "prefixd-metrics")
+        self._rendering = asyncio.Lock()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._threads.shutdown()
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        """Returns the metrics and their content type, in the format that the header `Accept` asks for."""
+        encode, content_type = choose_encoder(accept)
+
+        def write(stats: pb.StatsResponse) -> bytes:
+            registry = CollectorRegistry()
+            registry.register(MetricsCollector(stats))
+            return encode(registry)
+
+        return await self._page(write), content_type
+
+    async def stats(self) -> bytes:
+        """Returns the figures as JSON, as `prefixd stats --json` prints them."""
+        return await self._page(lambda stats: json.dumps(to_plain(stats)).encode())
+
+    async def _page(self, write: Callable[[pb.StatsResponse], bytes]) -> bytes:
+        async with self._rendering:
+            stats = await self._take()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, write, stats)

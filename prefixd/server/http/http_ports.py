@@ -1,0 +1,108 @@
+"""The HTTP ports that the settings ask for: the operators' and the users'."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute
+
+from prefixd.base.errors import ConfigError
+from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.identities import Identities
+from prefixd.server.http.http_callers import HttpCallers
+from prefixd.server.http.http_connection import HttpLimits
+from prefixd.server.http.http_listener import HttpListener
+from prefixd.server.http.operator_routes import OperatorRoutes
+from prefixd.server.rpc.call_limits import Refusals
+from prefixd.server.rpc.tls import tls_context
+from prefixd.settings import HttpAddress, ServerSettings
+
+log = logging.getLogger(__name__)
+
+USERS = HttpLimits(connections=512, keep_alive_s=75.0, send_s=30.0, body_bytes=32 << 20, bodies_bytes=256 << 20)
+"""The limits of the users' port: prompts with images, and answers that take minutes."""
+
+
+class HttpPorts:
+    """Opens the ports and closes them.
+
+    Args:
+        settings: the server's.
+        identities: tells callers' tenants and roles.
+        refusals: paces refusals.
+        audit: logs callers.
+        operator: the operators' routes, which both ports have.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        identities: Identities,
+        refusals: Refusals,
+        audit: AuditLog,
+        operator: OperatorRoutes,
+    ) -> None:
+        self._settings = settings
+        self._identities = identities
+        self._refusals = refusals
+        self._audit = audit
+        self._operator = operator
+        self._listeners: list[HttpListener] = []
+
+    async def open_metrics(self) -> str | None:
+        """Opens the operators' port, `server.metrics`; returns host:port, or None without that setting.
+
+        Raises:
+            ConfigError: the address or a certificate cannot be used.
+        """
+        text = self._settings.metrics
+        return None if text is None else await self._open("server.metrics", text, [], HttpLimits())
+
+    async def open_users(self, routes: Callable[[HttpCallers], Sequence[BaseRoute]]) -> str | None:
+        """Opens the users' port, `server.http`, with the operators' routes and those that `routes` returns for its
+        callers. Returns and raises as `open_metrics`."""
+        text = self._settings.http
+        return None if text is None else await self._open("server.http", text, routes(self.callers(text)), USERS)
+
+    async def close(self, grace_s: float) -> None:
+        """Closes the ports; requests have this long to finish."""
+        for listener in self._listeners:
+            await listener.close(grace_s)
+
+    def callers(self, address: str) -> HttpCallers:
+        """Returns who identifies the callers of the port at this address."""
+        asks = HttpAddress.parse(address).tls and self._settings.tls_client_ca is not None
+        return HttpCallers(self._identities, self._refusals, self._audit, asks_certificates=asks)
+
+    async def _open(self, name: str, text: str, routes: Sequence[BaseRoute], limits: HttpLimits) -> str:
+        callers, address = self.callers(text), HttpAddress.parse(text)
+        app = Starlette(
+            routes=[*self._operator.routes(callers), *routes],
+            exception_handlers={404: _not_found, 500: _failed},
+        )
+        listener = HttpListener(app, limits, tls_context(self._settings) if address.tls else None)
+        try:
+            port = await listener.start(address.host, address.port)
+        except OSError as error:
+            raise ConfigError(f"{name} = {text} cannot be used ({error.strerror}); choose another") from error
+        self._listeners.append(listener)
+        if callers.open and not address.is_loopback:
+            log.warning(
+                "%s = %s: everyone who reaches the port may use it; set server.tokens, or server.tls_client_ca and "
+                "https://, to let in only those whom you know",
+                name,
+                text,
+            )
+        return address.url(port)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("Not Found; GET /, /metrics, /api/stats, /healthz or /readyz\n", 404)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("Internal Server Error; the daemon's log says where. Please report it\n", 500)

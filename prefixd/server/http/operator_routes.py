@@ -1,0 +1,64 @@
+"""What operators and their machines ask for over HTTP: metrics, health, figures."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from prefixd.server.figures.figure_pages import FigurePages
+from prefixd.server.http.http_callers import HttpCallers
+
+_NEVER_STORED = {"Cache-Control": "no-store"}
+
+
+class OperatorRoutes:
+    """The routes of the operators, at their own port and at the users'.
+
+    `/healthz` and `/readyz` are for everyone who reaches the port, since the probes of a load balancer or of Kubernetes
+    have no token. All others need the role metrics or admin (`HttpCallers.refuse_operator`).
+
+    Args:
+        pages: the figures.
+        not_ready: returns the reasons why the daemon takes no work; none: it does.
+    """
+
+    def __init__(self, pages: FigurePages, not_ready: Callable[[], Sequence[str]]) -> None:
+        self._pages = pages
+        self._not_ready = not_ready
+
+    def routes(self, callers: HttpCallers) -> list[Route]:
+        """Returns the routes for a port whose callers are identified so."""
+
+        def route(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
+            async def checked(request: Request) -> Response:
+                return await callers.refuse_operator(request) or await answer(request)
+
+            return Route(path, functools.wraps(answer)(checked), methods=["GET"])
+
+        return [
+            Route("/healthz", self._healthz, methods=["GET"]),
+            Route("/readyz", self._readyz, methods=["GET"]),
+            route("/metrics", self._metrics),
+            route("/api/stats", self._stats),
+        ]
+
+    async def _healthz(self, request: Request) -> Response:
+        await asyncio.sleep(0)  # the event loop has turned
+        return PlainTextResponse("alive\n", headers=_NEVER_STORED)
+
+    async def _readyz(self, request: Request) -> Response:
+        reasons = self._not_ready()
+        text = "; ".join(reasons) or "ready"
+        return PlainTextResponse(f"{text}\n", 503 if reasons else 200, _NEVER_STORED)
+
+    async def _metrics(self, request: Request) -> Response:
+        page, content_type = await self._pages.metrics(",".join(request.headers.getlist("accept")))
+        return Response(page, headers={"Content-Type": content_type} | _NEVER_STORED)
+
+    async def _stats(self, request: Request) -> Response:
+        return Response(await self._pages.stats(), media_type=JSONResponse.media_type, headers=_NEVER_STORED)

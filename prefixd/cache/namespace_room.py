@@ -25,6 +25,7 @@ from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.sessions.sessions import LeaseTable
 from prefixd.cache.tries import Tries
 from prefixd.cache.troubles import Troubles
+from prefixd.observability.eviction_journal import Reason
 from prefixd_swap import StorageError
 
 log = logging.getLogger(__name__)
@@ -220,7 +221,7 @@ class NamespaceRoom:
             if ordinal not in in_use and self._has(ordinal, identity) and not self._registry.is_used(ordinal)
         ]
         try:
-            async for _ in forget(self._mover, await found.of(going)):
+            async for _ in forget(self._mover, await found.of(going), reason=Reason.NAMESPACES):
                 pass
         except StorageError as error:  # they are gone from memory, but return at the next start
             log.warning("namespaces are forgotten, but their blocks are still on disk: %s", error)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from prefixd.base.tiers import Tier
+from prefixd.observability.missing_blocks import MissingBlocks
 from prefixd.observability.trace_context import TraceContext
 
 MOST_STAGES = 48
@@ -114,6 +115,27 @@ class Stage:
             self.attributes.update(attributes)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """Cached blocks that were found and not loaded, because computing them was estimated to be faster.
+
+    Attributes:
+        at_s: when it was decided.
+        blocks: blocks that are computed again.
+        tier: the farthest tier that has them: `disk`.
+        load_s: estimated seconds to load them; None: not known yet.
+        compute_s: estimated seconds to compute them; None: not known yet.
+        by_setting: `scheduler.load` is `never`, so that nothing was estimated.
+    """
+
+    at_s: float
+    blocks: int
+    tier: str
+    load_s: float | None
+    compute_s: float | None
+    by_setting: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """One request. Times are seconds of the daemon's clock (`elapsed_s`), on which `arrival_s + x` is x seconds later.
@@ -146,7 +168,12 @@ class RequestRecord:
         stages: where its time went, in the order of their starts; at most `MOST_STAGES`.
         left_out: number of stages that were not kept.
         waits: seconds in the queue, by what it waited for.
+        missing: what its prompt lacked of the cache when it came; None if nothing.
+        degraded: the parts of the daemon that were degraded when it came (`Troubles`).
+        uncached: it ran without the cache, which is off, has no room for its namespace, or had damaged blocks.
+        decisions: why cached blocks were not loaded; at most `MOST_NOTES`.
         preempted: how often it gave its memory to others.
+        preempted_for: for whom, the first times; at most `MOST_NOTES`.
         restarts: how often its worker died or had no memory for it.
     """
 
@@ -174,7 +201,12 @@ class RequestRecord:
     stages: list[Stage] = field(default_factory=list)
     left_out: int = 0
     waits: dict[Wait, float] = field(default_factory=dict)
+    missing: MissingBlocks | None = None
+    degraded: tuple[str, ...] = ()
+    uncached: bool = False
+    decisions: list[LoadDecision] = field(default_factory=list)
     preempted: int = 0
+    preempted_for: list[str] = field(default_factory=list)
     restarts: int = 0
     _waits_for: Wait | None = None
     _waits_since_s: float = 0.0
@@ -219,6 +251,17 @@ class RequestRecord:
         )
 
     # -- waiting --------------------------------------------------------------------------------------------------
+
+    def note_preempted_for(self, whom: str) -> None:
+        """Notes for whom it gives its memory up."""
+        if len(self.preempted_for) < MOST_NOTES:
+            self.preempted_for.append(whom)
+
+    def note_decision(self, decision: LoadDecision) -> None:
+        """Adds a decision; beyond `MOST_NOTES` the oldest is forgotten."""
+        self.decisions.append(decision)
+        if len(self.decisions) > MOST_NOTES:
+            del self.decisions[0]
 
     def wait_for(self, reason: Wait | None, now_s: float) -> None:
         """From now on the request waits for this; None: for nothing, since it runs."""

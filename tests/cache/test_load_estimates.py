@@ -30,7 +30,7 @@ async def on_disk(make_rig: Callable[..., Rig]) -> Rig:
 async def load(rig: Rig, estimates: LoadEstimates, watch: LoadWatch, prompt: list[int], takes_s: float) -> None:
     with watch:
 
-        def matched(path: object) -> None:
+        def matched(path: object, tiers: object) -> None:
             watch.begin(path)
             rig.clock.now += takes_s
 

@@ -21,6 +21,7 @@ from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.observability.eviction_journal import Reason, because
 
 _WALK_STEPS = 1 << 11
 _FORGOTTEN_AT_ONCE = 256
@@ -96,12 +97,14 @@ async def with_images(namespaces: NamespaceRegistry, namespace: Namespace) -> li
     return found
 
 
-async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> AsyncGenerator[tuple[int, int], None]:
+async def forget(
+    mover: Mover, blocks: FoundBlocks, *, shared: bool = False, reason: Reason = Reason.OTHER
+) -> AsyncGenerator[tuple[int, int], None]:
     """Forgets blocks that are not held, kept or pinned and have no other children, some thousand at a time.
 
     Yields after each part, once it is durable, how many of its blocks were forgotten and how many stay. If it is
     cancelled, blocks that have left the trie are still removed from disk. With `shared` they are also deleted from the
-    shared store, if there is one.
+    shared store, if there is one. The journal of evictions gets `reason`.
 
     Raises:
         StorageError: the last part is gone from memory, but the disk failed and it comes back at the next start.
@@ -122,7 +125,8 @@ async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> 
                         # From the store first, since a block that left the trie has no name. It may be used meanwhile.
                         await mover.remote.copies.delete(trie, trie.all_removable(same.tolist()))
                         same = rows[trie.generation[rows] == blocks.generations[part]]
-                    count, identities = mover.disk.removals.forget_in_memory(trie, same.tolist())
+                    with because(reason):
+                        count, identities = mover.disk.removals.forget_in_memory(trie, same.tolist())
                     if mover.tiers.durable is not None and len(identities) < count:
                         mover.lost["removed before it was written"] += count - len(identities)
                     went, there = went + count, there + len(same)

@@ -13,6 +13,7 @@ from prefixd.base.long_work.pacer import SLICE_ROWS, give_way
 from prefixd.cache.background.forgetting import find_subtree, forget
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.moving.mover import Mover
+from prefixd.observability.eviction_journal import Reason
 from prefixd_swap import StorageError
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class RefusedBlocks:
                 trie.pinned[rows[trie.generation[rows] == blocks.generations[part]]] = False
                 await give_way()
             try:
-                async for went, _ in forget(self._mover, blocks, shared=True):
+                async for went, _ in forget(self._mover, blocks, shared=True, reason=Reason.REFUSED):
                     self._mover.lost[NOT_FINITE] += went
             except StorageError as error:
                 log.error("blocks with %s could not be removed, tried again soon: %s", NOT_FINITE, error)

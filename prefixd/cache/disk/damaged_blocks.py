@@ -17,6 +17,7 @@ from prefixd.cache.disk.removals import DiskRemovals
 from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.placement.placement import Placement
+from prefixd.observability.eviction_journal import Reason, because
 from prefixd_swap import ChecksumError, RecordDamagedError, StorageError
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ class DamagedBlocks:
         Returns:
             The number of blocks that left the disk, without descendants if more than 512 of them leave it later.
         """
+        with because(Reason.DAMAGED):
+            return self._drop(trie, rows, error)
+
+    def _drop(self, trie: Trie, rows: Rows, error: StorageError) -> int:
         placement = self._placement
         why = "disk read failed"
         if isinstance(error, ChecksumError):

@@ -38,6 +38,7 @@ from prefixd.cache.moving.victims import Limits, Search, find_expired, find_vict
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
+from prefixd.observability.eviction_journal import Reason, because
 from prefixd_swap import EvictionPolicy
 from prefixd_swap.tiers import Tier
 
@@ -142,6 +143,20 @@ class Room:
         Returns:
             Whether blocks left, for this caller or another one; False if none may leave.
         """
+        with because(Reason.QUOTA if own else Reason.ROOM, "" if tenant is None else tenant.name):
+            return await self._make(tier, sizes, want, movement, tenant, ahead=ahead, own=own)
+
+    async def _make(
+        self,
+        tier: Tier,
+        sizes: Sequence[int],
+        want: int,
+        movement: Movement,
+        tenant: Tenant | None,
+        *,
+        ahead: bool,
+        own: bool,
+    ) -> bool:
         needed: Callable[[], int] | None = None
         if own and tenant is not None:
             needed = partial(self._needed, tenant, tier, want * self._use.footprint(tier, sizes))

@@ -15,6 +15,7 @@ from prefixd.cache.placement.holds import Holds
 from prefixd.cache.placement.tenant_use import TenantUse
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Slots, Tiers
+from prefixd.observability.eviction_journal import EvictionJournal
 from prefixd_swap import UseHistory
 from prefixd_swap.tiers import MemoryTier, RemoteTier, Tier
 
@@ -40,6 +41,7 @@ class Placement:
         self.clock = clock
         self.holds = Holds(self.sweep, use.held)
         self.lost: Counter[str] = Counter()  # blocks lost that could have been kept, by reason
+        self.evictions = EvictionJournal()
         self.epoch = 0  # grows with every change of a copy
         self.changed = asyncio.Event()  # set when write-back may have work
         self.without_room: set[Tenant] = set()
@@ -169,6 +171,9 @@ class Placement:
         left = here[trie.any_part[here] & np.uint8(1 << tier.level) == 0]
         if len(left) and tier is not self.tiers.remote:
             self.uses.removed(trie, left, tier.level, evicted=evicted)
+        gone = left[trie.any_part[left] == 0]
+        if len(gone):
+            self.evictions.enter(trie.keys(gone), tier.level, self.clock())
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier | RemoteTier):
             tier.free(slots)

@@ -17,6 +17,7 @@ from prefixd.base.long_work.steps import in_thread
 from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import LOCAL_TIERS, Rows, Trie
 from prefixd.cache.placement.placement import Placement
+from prefixd.observability.eviction_journal import Reason, because
 from prefixd_swap.tiers import RemoteTier
 
 _FORGOTTEN_AT_ONCE = 512
@@ -123,7 +124,9 @@ class KnownBlocks:
 
     def _forget(self, trie: Trie, rows: Rows) -> int:
         # They may have been used or read meanwhile.
-        return self._placement.drop(trie, rows[_only_remote(trie, rows, self._tier.level)], self._tier, expendable=True)
+        only = rows[_only_remote(trie, rows, self._tier.level)]
+        with because(Reason.SHARED):
+            return self._placement.drop(trie, only, self._tier, expendable=True)
 
 
 def _only_remote(trie: Trie, rows: Rows | slice, level: int) -> npt.NDArray[np.bool_]:

@@ -15,6 +15,7 @@ from prefixd.cache import TieredCache
 from prefixd.cache.audit.integrity import audit
 from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, find_subtree, forget, with_images
 from prefixd.cache.background.scrubber import ScrubProgress
+from prefixd.observability.eviction_journal import Reason
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
@@ -108,7 +109,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         told_s = cache.clock()
         try:
             for blocks in found:
-                async with aclosing(forget(cache.mover, blocks, shared=request.shared)) as steps:
+                forgetting = forget(cache.mover, blocks, shared=request.shared, reason=Reason.OPERATOR)
+                async with aclosing(forgetting) as steps:
                     async for evicted, kept in steps:
                         answer.evicted_blocks += evicted
                         answer.kept_blocks += kept

@@ -174,7 +174,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             self._records.record(Kind.LOOKUP, "Acquire", session, namespace) as record,
             self._estimates.watch(trie, request.first_block, chain.tokens, prefill) as watch,
         ):
-            lookup = self._records.lookup(record, chain.tokens)
+            lookup = self._records.lookup(record, namespace, chain)
 
             def matched(reader: Reader, tiers: BlockTiers) -> None:
                 watch.begin(reader)
@@ -317,7 +317,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         cache = self._cache
         asked, cached_blocks = _asked(request, parts, cache.leases.max_ttl_s), 0
         chain = cache.chain(namespace, request.token_ids)
-        lookup = self._records.lookup(record, chain.tokens)
+        lookup = self._records.lookup(record, namespace, chain)
 
         def matched(reader: Reader, tiers: BlockTiers) -> None:
             nonlocal cached_blocks

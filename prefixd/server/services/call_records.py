@@ -10,11 +10,14 @@ import numpy as np
 
 from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, Session, TieredCache
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import NONE
 from prefixd.cache.moving.beginnings import Reader
+from prefixd.cache.placement.lacked_blocks import note_missing
 from prefixd.cache.sessions.leasing import BlockTiers
+from prefixd.observability.eviction_journal import acting
 from prefixd.observability.request_log import RequestLog, end_with_error
-from prefixd.observability.request_record import Kind, RequestRecord, Stage, StageName, Value
+from prefixd.observability.request_record import Kind, RequestRecord, StageName, Value
 from prefixd.server.rpc.receiving import current_call
 
 
@@ -46,7 +49,8 @@ class CallRecords:
         )
         record.note(StageName.RECEIVE, record.arrival_s, now_s)
         try:
-            yield record
+            with acting(record.id):
+                yield record
         except BaseException as error:
             end_with_error(record, error, clock())
             raise
@@ -62,10 +66,10 @@ class CallRecords:
             yield record
             work.end(self._clock(), blocks=record.blocks)
 
-    def lookup(self, record: RequestRecord, tokens: int) -> Lookup:
-        """Notes the stages of a lookup that begins now, for a prompt of `tokens` tokens."""
-        record.prompt_tokens = tokens
-        return Lookup(record, record.begin(StageName.MATCH, self._clock()), self._clock)
+    def lookup(self, record: RequestRecord, namespace: Namespace, chain: BlockChain) -> Lookup:
+        """Notes the stages of a lookup that begins now."""
+        record.prompt_tokens = chain.tokens
+        return Lookup(record, namespace, chain, self._clock)
 
 
 class Lookup:
@@ -73,13 +77,18 @@ class Lookup:
 
     Args:
         record: of the call.
-        stage: the match.
+        namespace: the prompt's.
+        chain: the prompt's blocks.
         clock: seconds.
     """
 
-    def __init__(self, record: RequestRecord, stage: Stage, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, record: RequestRecord, namespace: Namespace, chain: BlockChain, clock: Callable[[], float]
+    ) -> None:
         self._record = record
-        self._stage = stage
+        self._namespace = namespace
+        self._chain = chain
+        self._stage = record.begin(StageName.MATCH, clock())
         self._clock = clock
         self._tiers: BlockTiers = np.empty(0, np.int8)
         self._block_tokens = 0
@@ -87,6 +96,7 @@ class Lookup:
     def matched(self, reader: Reader, tiers: BlockTiers) -> None:
         """The blocks to read are known, with the tiers in which they lay when the prompt arrived."""
         now_s, trie = self._clock(), reader.trie
+        self._record.missing = note_missing(self._namespace, self._chain, len(reader.path), len(self._chain))
         self._stage.end(now_s)
         self._tiers, self._block_tokens = tiers[reader.first_block : reader.end], trie.block_tokens
         self._record.found_tokens = self._by_tier(len(self._tiers))

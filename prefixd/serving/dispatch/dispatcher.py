@@ -17,7 +17,8 @@ from prefixd.base.long_work.pacer import give_way
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.cache.index.trie import Trie
-from prefixd.observability.request_record import StageName
+from prefixd.cache.placement.lacked_blocks import note_missing
+from prefixd.observability.request_record import StageName, Wait
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
@@ -34,6 +35,7 @@ from prefixd.serving.dispatch.tracker import PrefixTracker
 from prefixd.serving.dispatch.worker_results import WorkerResults
 from prefixd.serving.kv_shape import ONE_FRAME
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, ToWorker
 from prefixd_scheduler import CostModel, RequestQueue
 
@@ -177,6 +179,9 @@ class Dispatcher:
     def on_ready(self) -> None:
         """The worker accepts requests from now on."""
         self._supply.note_ready()
+        now_s = self.context.clock()
+        for request in self.requests.waiting.values():
+            request.record.wait_for(Wait.BEHIND, now_s)
         self.requests.ready = not self._stopping
         self.requests.wake()
 
@@ -196,6 +201,7 @@ class Dispatcher:
     def take_back(self, request: Request) -> None:
         """Has its worker give up a running request's frames, to run again later."""
         request.preempt()
+        self._note_preempted(request)
         log.info("request %s is preempted: the GPU tier has no frame left", request.name)
         self.context.send(Cancel(request.id))
 
@@ -225,9 +231,28 @@ class Dispatcher:
         request.enqueue()
         self._tracker.add(request)
         request.arrived()
-        request.enter_phase(StageName.QUEUE, self.context.clock())
+        self._note_arrival(request)
         self.queue.push(request.queued)
         self.requests.enter(request)
+
+    def _note_preempted(self, request: Request) -> None:
+        """Notes in a request's record for which other requests it gives its memory up: those that lack frames."""
+        for other in self._share.running():
+            if other.state is RequestState.STARVED:
+                tenant = other.queued.tenant
+                request.record.note_preempted_for(f"request {other.name} of tenant {tenant}")
+                break
+
+    def _note_arrival(self, request: Request) -> None:
+        """Notes in the call's record what its prompt lacks, and what was wrong, when its first sequence comes."""
+        request.enter_phase(StageName.QUEUE, self.context.clock())
+        record = request.record
+        if request.fork_of < 0:
+            blocks = request.prompt_tokens // request.trie.block_tokens
+            record.missing = note_missing(request.namespace, request.chain, len(request.found), blocks)
+            record.degraded = tuple(trouble.part for trouble in self._cache.tiers.troubles)
+            record.wait_for(Wait.BEHIND if self.requests.taking else Wait.WORKER, self.context.clock())
+            record.uncached = request.uncached or not self.context.caching
 
     def requests_of(self, tenant: str) -> tuple[int, int]:
         """How many of a tenant's requests (sequences) wait, and how many run."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from prefixd.cache import NONE, TieredCache
 from prefixd.cache.index.trie import NO_SLOT, Rows
+from prefixd.observability.eviction_journal import acting
 from prefixd.observability.request_record import StageName
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.preemption import Preemption
@@ -47,6 +48,10 @@ class HandOver:
     async def hand_over(self, request: Request) -> bool:
         """Gives a request to the worker, unless it has ended or has to be staged again because more of its prefix is
         cached by now. Returns False if there are no frames for it."""
+        with acting(request.record.id):
+            return await self._hand_over(request)
+
+    async def _hand_over(self, request: Request) -> bool:
         if self._prefetcher.grew(request):
             self._prefetcher.unstage(request)
             self._requests.wake()

@@ -8,7 +8,7 @@ import logging
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError, UnavailableError
-from prefixd.observability.request_record import StageName
+from prefixd.observability.request_record import StageName, Wait
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
@@ -202,7 +202,9 @@ class WorkerResults:
 
     def _put_back(self, request: Request) -> None:
         request.put_back()
-        request.enter_phase(StageName.QUEUE, self._context.clock(), resumed=request.resumed)
+        now_s, parked = self._context.clock(), request.record.preempted and self._requests.taking
+        request.enter_phase(StageName.QUEUE, now_s, resumed=request.resumed)
+        request.record.wait_for(Wait.PREEMPTED if parked else Wait.WORKER, now_s)
         self._counters.resumed += 1
         self._tracker.add(request)
         self._requests.queue.readmit(request.queued)

@@ -41,6 +41,7 @@ import numpy.typing as npt
 from prefixd.base.long_work.pacer import give_way
 from prefixd.cache import Trie
 from prefixd.cache.index.trie import NO_SLOT, Rows
+from prefixd.observability.eviction_journal import Reason, because
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.loading.load_choice import LoadMeter
 from prefixd.serving.request.request import Request
@@ -217,7 +218,8 @@ class Preemption:
     async def _drop(self, blocks: _Blocks) -> None:
         placement, compute = self._cache.placement, self._cache.tiers.compute
         for start in range(0, len(blocks.rows), _MOVED_AT_ONCE):
-            placement.drop(blocks.trie, blocks.next(start), compute, expendable=True)
+            with because(Reason.PREEMPTION):
+                placement.drop(blocks.trie, blocks.next(start), compute, expendable=True)
             self._wake()
             await give_way()
 

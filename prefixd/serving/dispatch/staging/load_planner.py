@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from prefixd.cache.index.trie import Rows
+from prefixd.observability.request_record import LoadDecision
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.layer_load import LayerLoad
@@ -74,7 +75,27 @@ class LoadPlanner:
         else:
             chosen = self._planned(request, request.choice.stretches, demanded, turn_s)
         request.cut = len(chosen) < len(rows)
+        if request.cut:
+            self._note_cut(request, len(chosen))
         return chosen
+
+    def _note_cut(self, request: Request, loaded: int) -> None:
+        """Notes that only the first `loaded` of the found blocks are loaded before the request runs."""
+        trie, behind = request.trie, request.found[loaded:]
+        wanted = None if request.wanted is None else request.wanted[loaded:]
+        lacking = trie.lacking(behind, self._cache.tiers.compute.level, wanted)
+        tier = Distance(int(trie.distances(request.found)[loaded:].max(initial=0)))
+        tokens, before = len(behind) * trie.block_tokens, loaded * trie.block_tokens
+        request.record.note_decision(
+            LoadDecision(
+                self._clock(),
+                len(behind),
+                tier.name.lower(),
+                self._cost.load_s(int(trie.group_bytes[lacking].sum()), tier, self._queued_bytes()),
+                self._cost.compute_s(tokens, before),
+                by_setting=self._mode == "never",
+            )
+        )
 
     def ready_s(self, request: Request) -> float:
         """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown.

@@ -22,6 +22,7 @@ from prefixd.base.tiers import Tier
 from prefixd.cache import NONE, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.rules import GroupMask
+from prefixd.observability.eviction_journal import acting
 from prefixd.observability.request_record import StageName, Value
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.staging.load_planner import LoadPlanner
@@ -96,6 +97,10 @@ class Loader:
 
     def start(self, request: Request, urgency: Urgency, due_s: float | None = None) -> None:
         """Starts to bring up the blocks that a STAGING request lacks. `due_s`: when its turn comes."""
+        with acting(request.record.id):
+            self._start(request, urgency, due_s)
+
+    def _start(self, request: Request, urgency: Urgency, due_s: float | None) -> None:
         self._note_begin(request, urgency)
         if urgency is Urgency.DEMAND and (layers := self._layer_load(request)) is not None:
             request.footprint.by_layers = layers

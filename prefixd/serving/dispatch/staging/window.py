@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError
+from prefixd.observability.request_record import Wait
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
@@ -153,12 +154,14 @@ class DispatchWindow:
         if demanded and request.state is RequestState.STAGING:
             self._prefetcher.hurry(request)
         if request.state not in _QUEUED or not self._is_current(request):
+            request.record.wait_for(Wait.OTHER, self._context.clock())
             return True  # it was cancelled meanwhile, or another request computes its prefix now
         frames = self._cache.tiers.frames
         if request.most_frames > frames.attainable:  # it fitted when it came; the tier has shrunk since
             self._endings.end_waiting(request, _never_fits(request, frames))
             return True
         if self._preemption.must_wait(request):
+            request.record.wait_for(Wait.PREEMPTED, self._context.clock())
             current.beyond = place
             await self._prefetcher.unstage_ready(current.window[place:])
             return False
@@ -167,6 +170,7 @@ class DispatchWindow:
         too_small = request.most_frames > frames.lasting  # the tier grows before the request may run
         if not may_hand_over or current.left < 0 or too_small:
             current.lacks, current.beyond = demanded, place
+            request.record.wait_for(Wait.MEMORY if demanded else Wait.PLACES, self._context.clock())
             if may_hand_over and demanded:
                 current.needed = max(request.most_frames, frames.lasting - current.left)
             await self._prefetcher.unstage_ready(current.window[place:])
@@ -178,8 +182,10 @@ class DispatchWindow:
         must_wait = current.running.must_wait(request)
         current.full = current.full or not (must_wait or current.running.has_room_for(request))
         may_run = not (current.full or must_wait)
+        self._note_wait(current, request, demanded=demanded, must_wait=must_wait)
         if request.state is RequestState.READY and may_run and not await self._hand_over.hand_over(request):
             current.lacks, current.beyond = True, place + 1
+            request.record.wait_for(Wait.MEMORY, self._context.clock())
             await self._prefetcher.unstage_all_but(request)
             self._supply.note_lack(request)
             return False
@@ -199,6 +205,15 @@ class DispatchWindow:
         blocks = request.blocks
         await self._context.pacer.worked(_REQUEST_ROWS + (_HAND_OVER_ROWS * blocks if handed_over else blocks))
         return True
+
+    def _note_wait(self, current: _Round, request: Request, *, demanded: bool, must_wait: bool) -> None:
+        """Notes in a request's record why it is not handed over now, if it is not."""
+        reason = Wait.LOAD
+        if must_wait:
+            reason = Wait.TENANT
+        elif current.full or not demanded:
+            reason = Wait.PLACES
+        request.record.wait_for(reason, self._context.clock())
 
     def _weigh(self, request: Request) -> int:
         """Frames that a waiting request takes beyond those taken or weighed in this round."""
@@ -229,7 +244,10 @@ class DispatchWindow:
             runnable = {each.id: waiting[each.id] for each in queue.window(places, now_s, may_run, passes)}
 
         def admits(queued: QueuedRequest) -> bool:
-            return queued.id in runnable or quotas.admits(waiting[queued.id])
+            if queued.id in runnable or quotas.admits(waiting[queued.id]):
+                return True
+            waiting[queued.id].record.wait_for(Wait.TENANT, now_s)
+            return False
 
         admitted = queue.window(n, now_s, admits, passes)
         others = [waiting[each.id] for each in admitted if each.id not in runnable]

@@ -1,0 +1,181 @@
+"""The journal of evictions: which blocks lost their last copy, when, why, and for whom.
+
+A block is one entry of a ring, and each removal, of any number of blocks, one entry of a second one:
+
+    blocks     key (16 bytes) | number of its removal     the last 2^20, 24 bytes each
+    removals   time, tier, cause                          the last 2^15
+
+The memory of the first ring is touched as it fills. Entering m blocks takes a few numpy calls, whatever m is; finding
+blocks scans the ring in slices and is done only when somebody asks (`prefixd why`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.long_work.pacer import give_way
+
+KEPT_BLOCKS = 1 << 20
+KEPT_REMOVALS = 1 << 15
+_SCANNED_AT_ONCE = 1 << 16
+_KEY_BYTES = 16
+
+Keys = npt.NDArray[np.uint8]
+"""[m, 16]: block keys, which name the namespace and the whole prefix."""
+
+
+class Reason(StrEnum):
+    """Why blocks left the cache."""
+
+    ROOM = "room"
+    """A tier was full and somebody needed room in it."""
+    QUOTA = "quota"
+    """A tenant was at its most of a tier, so that its own blocks made room."""
+    OPERATOR = "operator"
+    """`prefixd evict`."""
+    NAMESPACES = "namespaces"
+    """Its namespace was forgotten: the memory of namespaces was full."""
+    DAMAGED = "damaged"
+    """Its bytes could not be read, or their checksum was wrong."""
+    REFUSED = "refused"
+    """A model computed no finite logits with it."""
+    PREEMPTION = "preemption"
+    """A running request gave its memory to others."""
+    RESIZE = "resize"
+    """The GPU tier shrank."""
+    SHARED = "shared"
+    """The shared store does not have it any more."""
+    OTHER = "other"
+    """None of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why blocks leave, and for whom.
+
+    Attributes:
+        reason: why.
+        tenant: the tenant that gets the room; empty for none in particular.
+        by: who acted: the id of a request, or a task of the daemon such as `write-back`; empty if unknown.
+    """
+
+    reason: Reason = Reason.OTHER
+    tenant: str = ""
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """One removal.
+
+    Attributes:
+        at_s: when, on the cache's clock.
+        tier: the tier that had the last copies, by its level.
+        cause: why.
+    """
+
+    at_s: float
+    tier: int
+    cause: Cause
+
+
+_UNKNOWN = Cause()
+_CAUSE: ContextVar[Cause] = ContextVar("cause", default=_UNKNOWN)
+_ACTOR: ContextVar[str] = ContextVar("actor", default="")
+
+
+@contextmanager
+def because(reason: Reason, tenant: str = "") -> Iterator[None]:
+    """A context in which blocks leave for this reason; tasks that begin inside have it too."""
+    before = _CAUSE.set(Cause(reason, tenant, _ACTOR.get()))
+    try:
+        yield
+    finally:
+        _CAUSE.reset(before)
+
+
+@contextmanager
+def acting(actor: str) -> Iterator[None]:
+    """A context in which a request, or a task of the daemon, acts: it is named where blocks leave because of it."""
+    before = _ACTOR.set(actor)
+    try:
+        yield
+    finally:
+        _ACTOR.reset(before)
+
+
+class EvictionJournal:
+    """Remembers which blocks left the cache. Used from the event loop alone.
+
+    Args:
+        kept: number of blocks that are remembered, the last ones; 0: none.
+    """
+
+    def __init__(self, kept: int = KEPT_BLOCKS) -> None:
+        self.kept = kept
+        self._keys = np.empty((0, _KEY_BYTES), np.uint8)
+        self._removal_of = np.empty(0, np.int64)
+        self._entered = 0  # blocks since the start
+        self._removals: deque[Removal] = deque(maxlen=KEPT_REMOVALS)
+        self._begun = 0  # removals since the start
+
+    def __len__(self) -> int:
+        return min(self._entered, self.kept)
+
+    def enter(self, keys: Keys, tier: int, now_s: float) -> None:
+        """Enters m blocks that have just lost their last copy, which was in `tier`, for the reason of the context."""
+        if not self.kept or not len(keys):
+            return
+        if not len(self._keys):
+            self._keys = np.empty((self.kept, _KEY_BYTES), np.uint8)
+            self._removal_of = np.empty(self.kept, np.int64)
+        keys = keys[-self.kept :]
+        self._removals.append(Removal(now_s, tier, _CAUSE.get()))
+        at = self._entered % self.kept
+        first = min(len(keys), self.kept - at)
+        self._keys[at : at + first], self._keys[: len(keys) - first] = keys[:first], keys[first:]
+        self._removal_of[at : at + first] = self._removal_of[: len(keys) - first] = self._begun
+        self._entered += len(keys)
+        self._begun += 1
+
+    async def find(self, keys: Keys, before_s: float) -> list[Removal | None]:
+        """The last removal of each of these blocks at or before a time; None if there is none, or none is remembered.
+
+        Other tasks run between two slices of the scan.
+        """
+        found: list[Removal | None] = [None] * len(keys)
+        left = {key.tobytes(): place for place, key in enumerate(keys)}
+        async for places in self._newest_first(keys):
+            for place in places.tolist():
+                key = self._keys[place].tobytes()
+                removal = self._removal(int(self._removal_of[place]))
+                if key in left and removal is not None and removal.at_s <= before_s:
+                    found[left.pop(key)] = removal
+            if not left:
+                break
+        return found
+
+    async def _newest_first(self, keys: Keys) -> AsyncIterator[npt.NDArray[np.int64]]:
+        """The places in the ring that may have one of these keys, the newest first."""
+        wanted = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
+        end, oldest = self._entered, self._entered - len(self)
+        while end > oldest:
+            start = max(oldest, end - _SCANNED_AT_ONCE, (end - 1) // self.kept * self.kept)
+            part = slice(start % self.kept, start % self.kept + end - start)
+            halves = self._keys[part].view(np.uint64)[:, 0]
+            yield part.start + np.flatnonzero(np.isin(halves, wanted))[::-1]
+            end = start
+            await give_way()
+
+    def _removal(self, number: int) -> Removal | None:
+        """The removal with this number; None if it is forgotten."""
+        place = number - (self._begun - len(self._removals))
+        return self._removals[place] if place >= 0 else None

@@ -40,9 +40,10 @@ from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.leasing import HitCounters, Leasing
 from prefixd.cache.sessions.pins import Pins, restore_pins
 from prefixd.cache.sessions.reservations import Reservations
-from prefixd.cache.sessions.sessions import LeaseTable, Process, Session
+from prefixd.cache.sessions.sessions import End, Lease, LeaseTable, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.tries import Tries
+from prefixd.observability.measurements import Measurements
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
 
@@ -80,7 +81,8 @@ class TieredCache:
         self.clock = clock
         self.policy = policy
         self.tenants = tenants or Tenants()
-        self.counters = HitCounters()
+        self.measurements = Measurements()
+        self.counters = HitCounters(self.measurements.traffic)
         self.claims: list[Callable[[], Iterator[Claim]]] = []
         """Return rows in the GPU tier held without a `Hold`, and frames in flight; for `check_integrity`."""
         self._digest = digest
@@ -95,12 +97,15 @@ class TieredCache:
         self.mover = Mover(
             *(tiers, self.tries, self.namespaces, engine, policy, clock, uses),
             *(options.admit_uses, options.remote, self.tenants),
+            timings=self.measurements.timings,
         )
         self.placement = self.mover.placement
         self.holds = self.placement.holds
 
         self._prefetches = Prefetches(self.mover, options.prefetch_bytes)
-        self.leases = LeaseTable(self.mover.spawn, self._prefetches.end, options, self.tenants)
+        self.leases = LeaseTable(
+            self.mover.spawn, self._prefetches.end, options, self.tenants, ended=self._measure_grant
+        )
         self.namespace_room = NamespaceRoom(
             *(self.namespaces, self.tenants, self.leases, self.mover, self._tries, tiers.troubles, clock),
             options.namespace_bytes,
@@ -137,7 +142,7 @@ class TieredCache:
         )
         self._reservations = Reservations(
             *(self.mover, self._durability, self.leases, self.retained, self.trie, options.reserved_bytes),
-            *(self.write_back.admit, stored),
+            *(self.write_back.admit, stored, self.measurements.traffic),
         )
         self.acquire, self.offsets = self._leasing.acquire, self._leasing.offsets
         self.reserve, self.commit = self._reservations.reserve, self._reservations.commit
@@ -228,11 +233,12 @@ class TieredCache:
 
     async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Rows:
         """The rows of the longest cached prefix when this returns; counts as use. Asks a shared store first."""
-        trie = self.trie(namespace)
+        trie, begun_s = self.trie(namespace), self.clock()
         if self.mover.remote is not None:
             await self.mover.remote.lookups.look_up(trie, namespace, chain, limit)
         path = trie.usable(await find_path(trie, namespace, chain, limit))
         self.placement.touch(trie, path)
+        self.measurements.timings.lookup_s.observe(self.clock() - begun_s, namespace.spec.tenant, namespace.spec.name)
         return path
 
     def count_lookup(self, session: Session, namespace: Namespace, chain: BlockChain, rows: Rows) -> None:
@@ -242,9 +248,9 @@ class TieredCache:
         the tiers that they are in.
         """
         trie = self.trie(namespace)
-        self.counters.ask(len(chain) * trie.block_tokens)
+        self.counters.ask(namespace, len(chain) * trie.block_tokens)
         tiers = self._leasing.tiers_at_arrival(session, namespace, trie, chain, rows)
-        self.counters.find(tiers, trie.block_tokens)
+        self.counters.find(namespace, tiers, trie.block_tokens)
 
     # -- engines' side --------------------------------------------------------------------------------------------
 
@@ -315,7 +321,11 @@ class TieredCache:
         path = await self.match(namespace, chain)
         self.leases.session(session.id)  # it may have ended meanwhile
         trie = self.trie(namespace)
-        blocks = self._prefetches.begin(session, trie, path)
+
+        def brought() -> None:
+            session.arrivals.brought(namespace, chain.key(len(path) - 1), self.clock())
+
+        blocks = self._prefetches.begin(session, trie, path, brought)
         if blocks:  # no block has been moved yet
             session.arrivals.note(namespace, chain, trie.distances(path), self.clock())
         return blocks
@@ -342,6 +352,14 @@ class TieredCache:
                 return await self.retained.grant(namespace, trie, retention, path, more, groups, optional=True)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _measure_grant(self, grant: Lease | Reservation, how: End) -> None:
+        """Counts the life of a lease, or the time from a reservation to its commit."""
+        timings, lasted_s = self.measurements.timings, self.clock() - grant.granted_s
+        if isinstance(grant, Lease):
+            timings.lease_s.observe(lasted_s, grant.session.tenant.name, how.name.lower())
+        elif how is End.COMMITTED:
+            timings.save_s.observe(lasted_s, "fill")
 
     def _chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
         return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)

@@ -32,11 +32,12 @@ T = TypeVar("T", bound=Tier)
 
 @dataclass(slots=True)
 class TierCounters:
-    """Blocks evicted from, demoted from, and promoted to a tier since the start."""
+    """Blocks evicted from, demoted from, and promoted to a tier since the start, and bytes brought up from it."""
 
     evicted: int = 0
     demoted: int = 0
     promoted: int = 0
+    loaded_bytes: int = 0
 
 
 class Tiers:

@@ -10,11 +10,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("last_s",)
+    LAST_S_FIELD_NUMBER: _ClassVar[int]
+    last_s: float
+    def __init__(self, last_s: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "used_bytes", "blocks", "held_blocks", "in_flight_bytes", "hit_tokens", "evicted_blocks", "demoted_blocks", "promoted_blocks", "trouble", "quarantined_bytes", "spare_bytes", "unneeded_bytes", "stranded_bytes", "least_bytes", "most_bytes", "target_bytes", "resized_because")
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "blocks", "held_blocks", "in_flight_bytes", "hit_tokens", "evicted_blocks", "demoted_blocks", "promoted_blocks", "trouble", "quarantined_bytes", "spare_bytes", "unneeded_bytes", "stranded_bytes", "least_bytes", "most_bytes", "target_bytes", "resized_because", "loaded_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +36,7 @@ class TierStats(_message.Message):
     MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     TARGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIZED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _cache_pb2.Tier
     capacity_bytes: int
     used_bytes: int
@@ -53,7 +56,174 @@ class TierStats(_message.Message):
     most_bytes: int
     target_bytes: int
     resized_because: str
-    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., promoted_blocks: _Optional[int] = ..., trouble: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., unneeded_bytes: _Optional[int] = ..., stranded_bytes: _Optional[int] = ..., least_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ..., target_bytes: _Optional[int] = ..., resized_because: _Optional[str] = ...) -> None: ...
+    loaded_bytes: int
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., promoted_blocks: _Optional[int] = ..., trouble: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., unneeded_bytes: _Optional[int] = ..., stranded_bytes: _Optional[int] = ..., least_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ..., target_bytes: _Optional[int] = ..., resized_because: _Optional[str] = ..., loaded_bytes: _Optional[int] = ...) -> None: ...
+
+class LabelledCount(_message.Message):
+    __slots__ = ("labels", "count")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    labels: _containers.ScalarMap[str, str]
+    count: int
+    def __init__(self, labels: _Optional[_Mapping[str, str]] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("bounds", "series")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    SERIES_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    series: _containers.RepeatedCompositeFieldContainer[HistogramSeries]
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., series: _Optional[_Iterable[_Union[HistogramSeries, _Mapping]]] = ...) -> None: ...
+
+class HistogramSeries(_message.Message):
+    __slots__ = ("labels", "counts", "sum", "exemplars")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    EXEMPLARS_FIELD_NUMBER: _ClassVar[int]
+    labels: _containers.ScalarMap[str, str]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    exemplars: _containers.RepeatedCompositeFieldContainer[Exemplar]
+    def __init__(self, labels: _Optional[_Mapping[str, str]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ..., exemplars: _Optional[_Iterable[_Union[Exemplar, _Mapping]]] = ...) -> None: ...
+
+class Exemplar(_message.Message):
+    __slots__ = ("bucket", "value", "trace_id")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    value: float
+    trace_id: str
+    def __init__(self, bucket: _Optional[int] = ..., value: _Optional[float] = ..., trace_id: _Optional[str] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("first_token_s", "between_tokens_s", "queue_s", "lookup_s", "load_s", "save_s", "prefetch_lead_s", "lease_s")
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_TOKENS_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    SAVE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_LEAD_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    first_token_s: Histogram
+    between_tokens_s: Histogram
+    queue_s: Histogram
+    lookup_s: Histogram
+    load_s: Histogram
+    save_s: Histogram
+    prefetch_lead_s: Histogram
+    lease_s: Histogram
+    def __init__(self, first_token_s: _Optional[_Union[Histogram, _Mapping]] = ..., between_tokens_s: _Optional[_Union[Histogram, _Mapping]] = ..., queue_s: _Optional[_Union[Histogram, _Mapping]] = ..., lookup_s: _Optional[_Union[Histogram, _Mapping]] = ..., load_s: _Optional[_Union[Histogram, _Mapping]] = ..., save_s: _Optional[_Union[Histogram, _Mapping]] = ..., prefetch_lead_s: _Optional[_Union[Histogram, _Mapping]] = ..., lease_s: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+
+class TrafficStats(_message.Message):
+    __slots__ = ("requests", "generated_tokens", "asked_tokens", "hit_tokens", "stored_bytes")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    generated_tokens: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    asked_tokens: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    hit_tokens: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    stored_bytes: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    def __init__(self, requests: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., generated_tokens: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., asked_tokens: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., hit_tokens: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., stored_bytes: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ...) -> None: ...
+
+class FillStats(_message.Message):
+    __slots__ = ("bytes", "blocks")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    bytes: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    blocks: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    def __init__(self, bytes: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ...) -> None: ...
+
+class Period(_message.Message):
+    __slots__ = ("seconds", "total", "step_s", "points")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    total: PeriodFigures
+    step_s: float
+    points: _containers.RepeatedCompositeFieldContainer[PeriodFigures]
+    def __init__(self, seconds: _Optional[float] = ..., total: _Optional[_Union[PeriodFigures, _Mapping]] = ..., step_s: _Optional[float] = ..., points: _Optional[_Iterable[_Union[PeriodFigures, _Mapping]]] = ...) -> None: ...
+
+class PeriodFigures(_message.Message):
+    __slots__ = ("asked_tokens", "hit_tokens", "requests", "lookups", "generated_tokens", "loaded_bytes", "evicted_blocks", "written_bytes", "first_token_s")
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    asked_tokens: int
+    hit_tokens: _containers.RepeatedScalarFieldContainer[int]
+    requests: int
+    lookups: int
+    generated_tokens: int
+    loaded_bytes: _containers.RepeatedScalarFieldContainer[int]
+    evicted_blocks: _containers.RepeatedScalarFieldContainer[int]
+    written_bytes: int
+    first_token_s: Quantiles
+    def __init__(self, asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Iterable[int]] = ..., requests: _Optional[int] = ..., lookups: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., loaded_bytes: _Optional[_Iterable[int]] = ..., evicted_blocks: _Optional[_Iterable[int]] = ..., written_bytes: _Optional[int] = ..., first_token_s: _Optional[_Union[Quantiles, _Mapping]] = ...) -> None: ...
+
+class Quantiles(_message.Message):
+    __slots__ = ("count", "p50", "p95", "p99")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P95_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    p50: float
+    p95: float
+    p99: float
+    def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p95: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
+
+class DiskWear(_message.Message):
+    __slots__ = ("path", "recent_bytes_per_s", "mean_bytes_per_s", "endurance_bytes", "used_ratio", "left_s")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    RECENT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEAN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ENDURANCE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_RATIO_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    recent_bytes_per_s: float
+    mean_bytes_per_s: float
+    endurance_bytes: int
+    used_ratio: float
+    left_s: float
+    def __init__(self, path: _Optional[str] = ..., recent_bytes_per_s: _Optional[float] = ..., mean_bytes_per_s: _Optional[float] = ..., endurance_bytes: _Optional[int] = ..., used_ratio: _Optional[float] = ..., left_s: _Optional[float] = ...) -> None: ...
+
+class BuildInfo(_message.Message):
+    __slots__ = ("version", "python", "platform")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_FIELD_NUMBER: _ClassVar[int]
+    PLATFORM_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    python: str
+    platform: str
+    def __init__(self, version: _Optional[str] = ..., python: _Optional[str] = ..., platform: _Optional[str] = ...) -> None: ...
 
 class Trouble(_message.Message):
     __slots__ = ("part", "what", "remedy", "since_s")
@@ -147,7 +317,7 @@ class KvEventStats(_message.Message):
     def __init__(self, events: _Optional[int] = ..., batches: _Optional[int] = ..., overruns: _Optional[int] = ..., subscriptions: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("session_id", "client_name", "pid", "leases", "reservations", "age_s", "tenant")
+    __slots__ = ("session_id", "client_name", "pid", "leases", "reservations", "age_s", "tenant", "stored_bytes")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +325,7 @@ class SessionStats(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     client_name: str
     pid: int
@@ -162,7 +333,8 @@ class SessionStats(_message.Message):
     reservations: int
     age_s: float
     tenant: str
-    def __init__(self, session_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., age_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
+    stored_bytes: int
+    def __init__(self, session_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., age_s: _Optional[float] = ..., tenant: _Optional[str] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("namespace_id", "namespace", "blocks", "gpu_blocks", "tenant", "worker")
@@ -341,7 +513,7 @@ class ModelStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., namespace: _Optional[str] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room")
+    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period")
     class LostBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +543,12 @@ class StatsResponse(_message.Message):
     OTHER_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ROOM_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    DISK_WEAR_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
     draining: bool
@@ -393,7 +571,13 @@ class StatsResponse(_message.Message):
     other_namespaces: int
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
     namespace_room: NamespaceRoomStats
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ...) -> None: ...
+    timings: Timings
+    traffic: TrafficStats
+    cached: FillStats
+    disk_wear: DiskWear
+    build: BuildInfo
+    period: Period
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ...) -> None: ...
 
 class NamespaceRoomStats(_message.Message):
     __slots__ = ("used_bytes", "limit_bytes", "forgotten_namespaces", "refused_namespaces")

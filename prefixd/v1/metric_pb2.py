@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17prefixd/v1/metric.proto\x12\nprefixd.v1\x1a google/protobuf/descriptor.proto\"q\n\x06Metric\x12\x0c\n\x04help\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x08\x12\r\n\x05label\x18\x04 \x01(\t\x12\x0c\n\x04keys\x18\x05 \x03(\t\x12\r\n\x05value\x18\x06 \x01(\t\x12\x0e\n\x06\x61\x62sent\x18\x07 \x01(\t\"E\n\x07Metrics\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0f\n\x07several\x18\x04 \x01(\x08:C\n\x06metric\x12\x1d.google.protobuf.FieldOptions\x18\xb9\x8e\x03 \x01(\x0b\x32\x12.prefixd.v1.Metric:E\n\x07metrics\x12\x1d.google.protobuf.FieldOptions\x18\xba\x8e\x03 \x01(\x0b\x32\x13.prefixd.v1.Metricsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17prefixd/v1/metric.proto\x12\nprefixd.v1\x1a google/protobuf/descriptor.proto\"\x8f\x01\n\x06Metric\x12\x0c\n\x04help\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x08\x12\r\n\x05label\x18\x04 \x01(\t\x12\x0c\n\x04keys\x18\x05 \x03(\t\x12\r\n\x05value\x18\x06 \x01(\t\x12\x0e\n\x06\x61\x62sent\x18\x07 \x01(\t\x12\x0e\n\x06labels\x18\x08 \x03(\t\x12\x0c\n\x04info\x18\t \x01(\x08\"E\n\x07Metrics\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0f\n\x07several\x18\x04 \x01(\x08:C\n\x06metric\x12\x1d.google.protobuf.FieldOptions\x18\xb9\x8e\x03 \x01(\x0b\x32\x12.prefixd.v1.Metric:E\n\x07metrics\x12\x1d.google.protobuf.FieldOptions\x18\xba\x8e\x03 \x01(\x0b\x32\x13.prefixd.v1.Metricsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prefixd.v1.metric_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_METRIC']._serialized_start=73
-  _globals['_METRIC']._serialized_end=186
-  _globals['_METRICS']._serialized_start=188
-  _globals['_METRICS']._serialized_end=257
+  _globals['_METRIC']._serialized_start=74
+  _globals['_METRIC']._serialized_end=217
+  _globals['_METRICS']._serialized_start=219
+  _globals['_METRICS']._serialized_end=288
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ METRICS_FIELD_NUMBER: _ClassVar[int]
 metrics: _descriptor.FieldDescriptor
 
 class Metric(_message.Message):
-    __slots__ = ("help", "name", "counter", "label", "keys", "value", "absent")
+    __slots__ = ("help", "name", "counter", "label", "keys", "value", "absent", "labels", "info")
     HELP_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     COUNTER_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,8 @@ class Metric(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
     help: str
     name: str
     counter: bool
@@ -27,7 +29,9 @@ class Metric(_message.Message):
     keys: _containers.RepeatedScalarFieldContainer[str]
     value: str
     absent: str
-    def __init__(self, help: _Optional[str] = ..., name: _Optional[str] = ..., counter: bool = ..., label: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., value: _Optional[str] = ..., absent: _Optional[str] = ...) -> None: ...
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    info: bool
+    def __init__(self, help: _Optional[str] = ..., name: _Optional[str] = ..., counter: bool = ..., label: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., value: _Optional[str] = ..., absent: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., info: bool = ...) -> None: ...
 
 class Metrics(_message.Message):
     __slots__ = ("prefix", "label", "by", "several")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -46,10 +47,10 @@ class Prefetches:
         self._turns: dict[Tenant, PacedLine] = {}
         self._bytes_of: Counter[Tenant] = Counter()  # being brought
 
-    def begin(self, session: Session, trie: Trie, path: Rows) -> int:
+    def begin(self, session: Session, trie: Trie, path: Rows, brought: Callable[[], None]) -> int:
         """Starts bringing the bytes that a reader of the prefix `path` needs, from its beginning, up to the limit.
 
-        Returns how many blocks are being brought.
+        Returns how many blocks are being brought; `brought` is called when they have been.
         """
         shared, block_bytes = self._mover.tiers.shared, sum(map(round_to_slot, trie.part_bytes))
         if not self._mover.tiers.exists(shared):
@@ -67,7 +68,7 @@ class Prefetches:
         nbytes = len(lacking) * block_bytes
         self._under_way.setdefault(session.tenant, {}).setdefault(session.id, set()).add(task)
         self._bytes_of[session.tenant] += nbytes
-        task.add_done_callback(lambda task: self._ended(session, beginning, task, nbytes))
+        task.add_done_callback(lambda task: self._ended(session, beginning, task, nbytes, brought))
         return len(lacking)
 
     async def _bring(self, tenant: Tenant, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask | None) -> int:
@@ -105,12 +106,23 @@ class Prefetches:
             await asyncio.wait(tasks)
         return bool(tasks)
 
-    def _ended(self, session: Session, beginning: Beginning, task: asyncio.Task[None], nbytes: int) -> None:
+    def _ended(
+        self,
+        session: Session,
+        beginning: Beginning,
+        task: asyncio.Task[None],
+        nbytes: int,
+        brought: Callable[[], None],
+    ) -> None:
         beginning.hold.end()
         self._bytes_of[session.tenant] -= nbytes
         of_tenant = self._under_way[session.tenant]
         of_tenant[session.id].remove(task)
         if not of_tenant[session.id]:
             del of_tenant[session.id]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
             log.error("a prefix could not be brought up ahead of need: %s", error)
+        else:
+            brought()

@@ -19,6 +19,7 @@ from prefixd.cache.placement.movement import Movement, UrgentLock, to_the_end
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
+from prefixd.observability.measurements import Timings
 from prefixd_swap import DiskFullError, StorageError, SwapError, TransferDroppedError
 from prefixd_swap.tiers import MemoryTier, StoreTier
 from prefixd_swap.transfers import PIECE_BYTES, piece_items
@@ -62,6 +63,8 @@ class DiskWrites:
 
     make_room: MakeRoom
     """Makes room in the durable tier; set after construction."""
+    timings: Timings
+    """Measures the writes; set after construction."""
 
     def __init__(
         self,
@@ -216,7 +219,9 @@ class DiskWrites:
         write = self._store.submit_write(
             blocks, urgency, count=len(blocks), nbytes=sum(trie.part_bytes), piece_bytes=piece_bytes
         )
+        begun_s = self._placement.clock()
         results = await how.movement.run(write)
+        self.timings.save_s.observe(self._placement.clock() - begun_s, "write")
         where = [None if isinstance(result, SwapError) else result for result in results]
         stored = np.array([parts is not None for parts in where], np.bool_)
         slots = np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64)

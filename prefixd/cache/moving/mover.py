@@ -33,6 +33,7 @@ from prefixd.cache.placement.tenant_use import TenantUse
 from prefixd.cache.remote import Remote, RemoteOptions
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Tiers
+from prefixd.observability.measurements import Timings
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.tiers import MemoryTier, Tier
 from prefixd_swap.transfers import PIECE_BYTES, Urgency
@@ -61,6 +62,7 @@ class Mover:
         admit_uses: a block is written to disk after this many uses.
         remote: settings of the remote tier, if there is one.
         tenants: the owners of blocks.
+        timings: measures loads and writes.
     """
 
     def __init__(
@@ -75,7 +77,10 @@ class Mover:
         admit_uses: int = 0,
         remote: RemoteOptions | None = None,
         tenants: Tenants | None = None,
+        *,
+        timings: Timings | None = None,
     ) -> None:
+        self.timings = timings or Timings()
         self.tiers = tiers
         self.use = TenantUse(tiers, tenants or Tenants())
         self.tries = tries
@@ -87,6 +92,7 @@ class Mover:
         self.disk = DiskCopies(self.placement, tries, namespaces, self.checksums)
         self.room = Room(self.placement, tries, policy, self.disk)
         self.disk.writes.make_room = self.room.make
+        self.disk.writes.timings = self.timings
         self.slots = Allocation(self.placement, tries, self.room, self.checksums, self.working)
         self.copying = Copying(self.placement, self.slots, engine, self.disk, self.checksums)
         self.room.copy = self.copying.copy
@@ -339,12 +345,21 @@ class Mover:
                         )
                         left &= ~there
                 for source, chosen_rows, groups in sources:
+                    begun_s = self.placement.clock()
                     arrived = await self.copying.copy(trie, chosen_rows, source, tier, movement, groups)
                     self.tiers.counters[tier.level].promoted += arrived
+                    self._count_load(trie, source, groups[:arrived], movement, begun_s)
             finally:
                 for row in rows.tolist():
                     del self._moving[trie.ordinal, row, tier.level]
         return not trie.lacking(rows, tier.level, wanted).any()
+
+    def _count_load(self, trie: Trie, source: Tier, groups: GroupMask, movement: Movement, begun_s: float) -> None:
+        """Counts copies up. `groups`: [m] KV groups of each block that arrived; if only some did, of the first ones."""
+        if not len(groups):
+            return
+        self.tiers.counters[source.level].loaded_bytes += int(trie.group_bytes[groups].sum())
+        self.timings.load_s.observe(self.placement.clock() - begun_s, source.name, movement.urgency.name.lower())
 
     async def write(
         self, trie: Trie, rows: Rows, source: MemoryTier, urgency: Urgency = Urgency.DEMAND, *, evict: bool = True

@@ -6,6 +6,7 @@ When it acquires the lease, the blocks are in the CPU tier already.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +23,13 @@ _RUNS = 64
 _NOTHING = np.empty(0, np.int8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Arrival:
     at_s: float
     blocks: int
     tiers: npt.NDArray[np.int8]  # of each run of blocks in one tier
     lengths: npt.NDArray[np.int64]
+    brought_s: float | None = None
 
 
 class Arrivals:
@@ -58,9 +60,23 @@ class Arrivals:
         lengths = np.diff(starts, append=len(tiers))
         self.noted[key] = _Arrival(now_s, len(tiers), tiers[starts[:_RUNS]], lengths[:_RUNS].copy())  # no views
 
-    def take(self, namespace: Namespace, chain: BlockChain, now_s: float) -> npt.NDArray[np.int8]:
+    def brought(self, namespace: Namespace, key: bytes, now_s: float) -> None:
+        """Notes that the blocks of a hint, whose last one has this key, have been brought up."""
+        if (arrival := self.noted.get((namespace.ordinal, key))) is not None:
+            arrival.brought_s = now_s
+
+    def take(
+        self,
+        namespace: Namespace,
+        chain: BlockChain,
+        now_s: float,
+        lead: Callable[[float], None] = lambda seconds: None,
+    ) -> npt.NDArray[np.int8]:
         """[blocks]: the tiers of a prompt's first blocks at the hint for it, or for its longest beginning; empty
-        without a hint. Forgets the hint, since a prompt counts once."""
+        without a hint. Forgets the hint, since a prompt counts once.
+
+        `lead` is called with the seconds since the hint's blocks were brought up, 0 if they are on their way still.
+        """
         self._forget(now_s)
         hashed = chain.hashed  # do not hash more blocks
         found = [
@@ -71,6 +87,7 @@ class Arrivals:
         if not found:
             return _NOTHING
         arrival = self.noted.pop(max(found, key=lambda key: self.noted[key].blocks))
+        lead(0.0 if arrival.brought_s is None else now_s - arrival.brought_s)
         return np.repeat(arrival.tiers, arrival.lengths)
 
     def _forget(self, now_s: float) -> None:

@@ -18,31 +18,38 @@ from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.sessions.sessions import Lease, LeaseTable, Session
+from prefixd.observability.measurements import Traffic
 
 NO_OFFSET = np.uint64(2**64 - 1)
 _HELD_AT_ONCE = 1 << 16  # blocks to hold and count in one turn of the event loop: up to 4 ms
 BlockTiers = npt.NDArray[np.int8]
 """[blocks]: the tier of each block of a prompt; `NONE` for a block that no tier has."""
+_NOWHERE: BlockTiers = np.empty(0, np.int8)
 
 
 @dataclass(slots=True)
 class HitCounters:
     """Prompt tokens asked for, and found, since the start; each prompt counts once.
 
-    Tokens are found if they were leased. Cached blocks without room where they are read are no hit.
+    Tokens are found if they were leased. Cached blocks without room where they are read are no hit. Requests to the
+    daemon's own workers count `traffic` themselves.
     """
 
+    traffic: Traffic = field(default_factory=Traffic)
     asked_tokens: int = 0
     hit_tokens: list[int] = field(default_factory=lambda: [0] * TIERS)  # by the tier they were found in
 
-    def ask(self, tokens: int) -> None:
-        """Counts prompt tokens as asked for."""
+    def ask(self, namespace: Namespace, tokens: int) -> None:
+        """Counts prompt tokens as asked for by an engine."""
         self.asked_tokens += tokens
+        self.traffic.ask(namespace.spec.tenant, namespace.spec.name, tokens)
 
-    def find(self, tiers: BlockTiers, block_tokens: int) -> None:
-        """Counts blocks as found in these tiers."""
-        for tier, blocks in enumerate(np.bincount(tiers, minlength=TIERS)[:TIERS].tolist()):
-            self.hit_tokens[tier] += blocks * block_tokens
+    def find(self, namespace: Namespace, tiers: BlockTiers, block_tokens: int) -> None:
+        """Counts blocks as found in these tiers by an engine."""
+        found = [blocks * block_tokens for blocks in np.bincount(tiers, minlength=TIERS)[:TIERS].tolist()]
+        for tier, tokens in enumerate(found):
+            self.hit_tokens[tier] += tokens
+        self.traffic.find(namespace.spec.tenant, namespace.spec.name, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +154,12 @@ class Leasing:
             if not len(hold.rows):
                 hold.end()
                 return None
-            lease = Lease(identity, session, hold, self._clock() + ttl_s)
+            now_s = self._clock()
+            lease = Lease(identity, session, hold, now_s + ttl_s, now_s)
             self._leases.grant(lease)
             if asked.counted or asked.found is not None:
                 end = asked.first_block + len(hold.rows)
-                self._counters.find(tiers[asked.first_block : end], trie.block_tokens)
+                self._counters.find(namespace, tiers[asked.first_block : end], trie.block_tokens)
             return lease
 
     async def _find(self, namespace: Namespace, trie: Trie, chain: BlockChain, asked: Asked) -> Reader:
@@ -159,7 +167,7 @@ class Leasing:
         first, end = asked.first_block, asked.end(len(chain))
         path = await self._match(namespace, chain, asked.prefix_blocks or end)
         if asked.counted and asked.found is None:
-            self._counters.ask(max(end - first, 0) * trie.block_tokens)
+            self._counters.ask(namespace, max(end - first, 0) * trie.block_tokens)
         if trie.has_rules and len(path) < asked.prefix_blocks:  # a shorter prefix needs other bytes
             end = first
         return Reader(trie, path, first, min(end, len(path)), slice_only=asked.prefix_blocks > 0)
@@ -168,6 +176,7 @@ class Leasing:
         self, session: Session, namespace: Namespace, chain: BlockChain, reader: Reader, asked: Asked
     ) -> BlockTiers:
         if asked.found is not None:
+            self._hinted(session, namespace, chain)  # counted before, but it is needed now
             return _overlaid(reader.trie.distances(reader.path), asked.found)
         if asked.counted:
             return self.tiers_at_arrival(session, namespace, reader.trie, chain, reader.path)
@@ -177,10 +186,16 @@ class Leasing:
         self, session: Session, namespace: Namespace, trie: Trie, chain: BlockChain, path: Rows
     ) -> BlockTiers:
         """The tiers of the blocks of a path at the session's hint for the prompt, or else their current tiers."""
-        tiers = trie.distances(path)
+        return _overlaid(trie.distances(path), self._hinted(session, namespace, chain))
+
+    def _hinted(self, session: Session, namespace: Namespace, chain: BlockChain) -> BlockTiers:
+        """The tiers at the session's hint for a prompt; measures how long before its need it was brought up."""
         if not session.arrivals.noted:
-            return tiers
-        return _overlaid(tiers, session.arrivals.take(namespace, chain, self._clock()))
+            return _NOWHERE
+        return session.arrivals.take(
+            *(namespace, chain, self._clock()),
+            lambda seconds: self._mover.timings.prefetch_lead_s.observe(seconds, self._shared.name),
+        )
 
     async def _hold(self, tenant: Tenant, owner: str, reader: Reader) -> Hold:
         """Holds the longest beginning of the blocks to read that fits, with its bytes in the CPU tier; counted.

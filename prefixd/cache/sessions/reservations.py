@@ -21,8 +21,9 @@ from prefixd.cache.placement.paths import enter_own, find_path, present
 from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
 from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.quarantine import Quarantine
-from prefixd.cache.sessions.sessions import LeaseTable, Reservation, Session
+from prefixd.cache.sessions.sessions import End, LeaseTable, Reservation, Session
 from prefixd.cache.tiers import Slots
+from prefixd.observability.measurements import Traffic
 from prefixd_swap import round_to_slot
 
 _COMMIT_BLOCKS, _COMMIT_PARTS = 256, 8192  # entered into the trie at a time, at the most: some milliseconds
@@ -61,6 +62,7 @@ class Reservations:
         limit_bytes: the most that one session may have reserved at once; half of the CPU tier by default.
         admit: waits until the disk has caught up with a tenant's blocks.
         stored: called with committed blocks.
+        traffic: counts what is stored.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Reservations:
         limit_bytes: int | None,
         admit: Callable[[Tenant], Awaitable[None]],
         stored: Callable[[Trie, Rows], None] | None,
+        traffic: Traffic,
     ) -> None:
+        self._traffic = traffic
         self._tiers = mover.tiers
         self._mover = mover
         self._placement = mover.placement
@@ -125,6 +129,7 @@ class Reservations:
                 self._clock() + ttl_s,
                 self.end,
                 asked.by_daemon,
+                granted_s=self._clock(),
             )
             self._leases.grant(reservation)
             return reservation
@@ -235,7 +240,7 @@ class Reservations:
     async def _commit(
         self, reservation: Reservation, blocks: int, durable: bool, retention: RetentionGrant | None
     ) -> tuple[int, int]:
-        self._leases.forget(reservation, "it was committed")
+        self._leases.forget(reservation, End.COMMITTED)
         trie, placement = reservation.trie, self._placement
         prefix = reservation.prefix.rows
         owner = reservation.prefix.owner
@@ -263,6 +268,7 @@ class Reservations:
                 if len(entered) < min(step, end - start):  # the next key is another block's
                     placement.lost["key collision"] += min(end - start - len(entered), blocks)
                     break
+            self._count_stored(reservation, committed)
             path = np.concatenate(rows)
             trie.touch(path, self._clock())  # the whole path: a block must not be worth less than its children
             placement.extend(trie, path)
@@ -278,6 +284,13 @@ class Reservations:
             for hold in held:
                 hold.end()
         return committed, max(len(path) - reservation.first_block, 0) - committed
+
+    def _count_stored(self, reservation: Reservation, blocks: int) -> None:
+        nbytes = blocks * sum(reservation.trie.part_bytes[part] for part in reservation.parts)
+        if nbytes:
+            spec = reservation.namespace.spec
+            reservation.session.stored_bytes += nbytes
+            self._traffic.stored_bytes.add(nbytes, spec.tenant, spec.name)
 
     async def _own_prefix(self, reservation: Reservation, prefix: Rows, held: list[Hold]) -> Rows:
         """`prefix`, or if it ends with a common block, the namespace's own rows of these blocks.

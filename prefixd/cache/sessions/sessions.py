@@ -7,6 +7,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import islice
 
 import numpy as np
@@ -44,6 +45,15 @@ _KEPT_FOR_OTHERS = 8
 """Sessions that each tenant can open, however many others are open; fewer if `max_sessions` is small."""
 
 
+class End(StrEnum):
+    """How a grant ended, in words for its holder."""
+
+    RELEASED = "it was released"
+    EXPIRED = "its time was up"
+    SESSION = "its session ended"
+    COMMITTED = "it was committed"
+
+
 @dataclass(slots=True)
 class Lease:
     """The right to read blocks in the CPU tier.
@@ -55,6 +65,7 @@ class Lease:
     session: Session
     hold: Hold
     expires_s: float
+    granted_s: float = 0.0
 
     @property
     def trie(self) -> Trie:
@@ -109,6 +120,7 @@ class Reservation:
     ended: Callable[[Reservation, bool], None]
     by_daemon: bool = False
     retention_refused: str = ""
+    granted_s: float = 0.0
 
     @property
     def held(self) -> int:
@@ -142,6 +154,8 @@ class Session:
     arrivals: Arrivals = field(default_factory=Arrivals)
     granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
     """The number of current grants of each kind."""
+    stored_bytes: int = 0
+    """Bytes of blocks that it has committed and the cache did not have."""
 
     def add(self, grant: Lease | Reservation) -> None:
         """Adds a grant."""
@@ -180,6 +194,7 @@ class LeaseTable:
         closed: called with every session that ends.
         options: lifetimes and limits.
         tenants: the owners of sessions.
+        ended: called with every grant that ends, and how.
     """
 
     def __init__(
@@ -188,7 +203,9 @@ class LeaseTable:
         closed: Callable[[Session], None],
         options: CacheOptions,
         tenants: Tenants,
+        ended: Callable[[Lease | Reservation, End], None] = lambda grant, how: None,
     ) -> None:
+        self._on_end = ended
         self._spawn = spawn
         self._closed = closed
         self.default_ttl_s = options.default_ttl_s
@@ -241,7 +258,7 @@ class LeaseTable:
         if self.sessions.pop(session.id, None) is None:
             return
         self.sessions_of[session.tenant] -= 1
-        self._finish(list(session.grants.values()), "its session ended", at_its_word=False)
+        self._finish(list(session.grants.values()), End.SESSION, at_its_word=False)
         session.namespaces.clear()
         self._closed(session)
 
@@ -318,7 +335,7 @@ class LeaseTable:
 
     def release(self, session: Session, grant_id: str) -> None:
         """Ends a grant that its holder releases."""
-        self._finish([self.find(session, grant_id)], "it was released", at_its_word=True)
+        self._finish([self.find(session, grant_id)], End.RELEASED, at_its_word=True)
 
     def renew(self, session: Session, grant_ids: Sequence[str], ttl_s: float, now_s: float) -> None:
         """Extends the lifetime of grants to `ttl_s` seconds from now; NotFoundError and no change if one ended."""
@@ -337,7 +354,7 @@ class LeaseTable:
         overdue: list[Lease | Reservation] = []
         for tick in [tick for tick in self._due if tick * _TICK_S <= now_s]:
             overdue += islice(self._due[tick].values(), _EXPIRED_AT_ONCE - len(overdue))
-        self._finish(overdue, "its time was up", at_its_word=False)
+        self._finish(overdue, End.EXPIRED, at_its_word=False)
         return len(overdue)
 
     def _schedule(self, grant: Lease | Reservation) -> None:
@@ -349,12 +366,13 @@ class LeaseTable:
         if not self._due[tick]:
             del self._due[tick]
 
-    def forget(self, grant: Lease | Reservation, how: str) -> None:
+    def forget(self, grant: Lease | Reservation, how: End) -> None:
         """Removes a grant without ending it; the caller does that."""
         grant.session.remove(grant)
         self.grants_of[grant.session.tenant] -= 1
         self._unschedule(grant)
         self._ended[grant.id] = how
+        self._on_end(grant, how)
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
@@ -362,7 +380,7 @@ class LeaseTable:
         """The number of grants of one kind in all sessions."""
         return sum(session.granted[kind] for session in self.sessions.values())
 
-    def _finish(self, grants: Sequence[Lease | Reservation], how: str, *, at_its_word: bool) -> None:
+    def _finish(self, grants: Sequence[Lease | Reservation], how: End, *, at_its_word: bool) -> None:
         """Ends grants: now as many as take a millisecond, the others soon."""
         if not grants:
             return

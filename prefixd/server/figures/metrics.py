@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
 
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import metric_pb2
@@ -19,6 +25,16 @@ METRICS: Any = metric_pb2.metrics
 
 _PREFIX = "prefixd_"
 _Labels = dict[str, str]
+
+
+def metrics_page(stats: pb.StatsResponse, accept: str) -> tuple[bytes, str]:
+    """Returns the metrics of these figures and of this process, and their content type, in the format that the header
+    `Accept` asks for: OpenMetrics, which has exemplars, or Prometheus' text. A thread may call it."""
+    encode, content_type = choose_encoder(accept)
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(stats))
+    ProcessCollector(registry=registry)
+    return encode(registry), content_type
 
 
 class MetricsCollector(Collector):
@@ -64,19 +80,45 @@ def _add_figure(
         return
     name = prefix + (metric.name or field.name)
     family: Any = families.get(name)
+    own = [each.name for each in value.DESCRIPTOR.fields] if metric.info else [*metric.labels]
     if family is None:
-        make = CounterMetricFamily if metric.counter else GaugeMetricFamily
-        names = [*labels, metric.label] if metric.label else list(labels)
-        family = families[name] = make(name, metric.help, labels=names)
-    if metric.label:
+        names = [*labels, *own, *([metric.label] if metric.label else [])]
+        family = families[name] = _family_type(field, metric)(name, metric.help, labels=names)
+    outer = list(labels.values())
+    if metric.info:
+        family.add_metric([*outer, *(str(getattr(value, each)) for each in own)], 1)
+    elif metric.labels and field.is_repeated:
+        for one in value:
+            family.add_metric([*outer, *(one.labels[each] for each in own)], one.count)
+    elif metric.labels:
+        for series in value.series:
+            buckets = _buckets(value.bounds, series)
+            family.add_metric([*outer, *(series.labels[each] for each in own)], buckets, series.sum)
+    elif metric.label:
         for key in dict.fromkeys([*metric.keys, *value]):
-            family.add_metric([*labels.values(), key], value.get(key, 0))
+            family.add_metric([*outer, key], value.get(key, 0))
     elif field.is_repeated:
-        family.add_metric(list(labels.values()), len(value))
+        family.add_metric(outer, len(value))
     elif chosen:
-        family.add_metric(list(labels.values()), chosen == metric.value)
+        family.add_metric(outer, chosen == metric.value)
     else:
-        family.add_metric(list(labels.values()), bool(value) if isinstance(value, str) else value)
+        family.add_metric(outer, bool(value) if isinstance(value, str) else value)
+
+
+def _family_type(field: Any, metric: metric_pb2.Metric) -> Any:
+    if metric.labels and not field.is_repeated:
+        return HistogramMetricFamily
+    return CounterMetricFamily if metric.counter else GaugeMetricFamily
+
+
+def _buckets(bounds: Sequence[float], series: pb.HistogramSeries) -> list[Any]:
+    """Returns for each bucket its bound as text, the values up to it, and the exemplar if it has one."""
+    exemplars = {each.bucket: Exemplar({"trace_id": each.trace_id}, each.value) for each in series.exemplars}
+    below = itertools.accumulate(series.counts)
+    return [
+        (floatToGoString(bound), count, exemplars.get(at))
+        for at, (bound, count) in enumerate(zip([*bounds, math.inf], below, strict=True))
+    ]
 
 
 def _label_of(message: Message, field: Any) -> str:

@@ -9,7 +9,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _MOST = 1 << 60
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", start=1)
+    for power, letter in enumerate("kmgtp", start=1)
     for suffix, base in (("ib", 1024), ("i", 1024), ("b", 1000))
 }
 LEAST_ROOM = 4096

@@ -238,7 +238,7 @@ class TieredCache:
             await self.mover.remote.lookups.look_up(trie, namespace, chain, limit)
         path = trie.usable(await find_path(trie, namespace, chain, limit))
         self.placement.touch(trie, path)
-        self.measurements.timings.lookup_s.observe(self.clock() - begun_s, namespace.spec.tenant, namespace.spec.name)
+        self.measurements.timings.lookup_s.observe(self.clock() - begun_s, *namespace.spec.who)
         return path
 
     def count_lookup(self, session: Session, namespace: Namespace, chain: BlockChain, rows: Rows) -> None:
@@ -248,9 +248,9 @@ class TieredCache:
         the tiers that they are in.
         """
         trie = self.trie(namespace)
-        self.counters.ask(namespace, len(chain) * trie.block_tokens)
+        self.counters.ask(namespace.spec.who, len(chain) * trie.block_tokens)
         tiers = self._leasing.tiers_at_arrival(session, namespace, trie, chain, rows)
-        self.counters.find(namespace, tiers, trie.block_tokens)
+        self.counters.find(namespace.spec.who, tiers, trie.block_tokens)
 
     # -- engines' side --------------------------------------------------------------------------------------------
 

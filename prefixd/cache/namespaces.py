@@ -97,6 +97,11 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         return [in_blocks(part.rule, self.block_tokens) for part in self.parts]
 
     @property
+    def who(self) -> tuple[str, str]:
+        """Tenant and name: the labels `tenant` and `model` of measurements."""
+        return self.tenant, self.name
+
+    @property
     def may_be_common(self) -> bool:
         """Whether its blocks may become common to all tenants; a salt forbids it."""
         return not self.salt and self.tenant != COMMON

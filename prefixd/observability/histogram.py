@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -11,8 +12,8 @@ OTHERS = "(others)"
 """The value of `tenant` and `model` in the series that stands for all beyond `MOST_SERIES`."""
 MOST_SERIES = 256
 """Combinations of labels that a histogram or counter tells apart."""
-_OPEN = ("tenant", "model")
-"""Labels whose values come from outside: clients and operators make up tenants and namespaces."""
+MOST_OF_A_TENANT = 64
+"""Those of one tenant: none may use up the others' by inventing namespaces."""
 _STEPS = (1.0, 2.5, 5.0)
 
 S = TypeVar("S")
@@ -43,13 +44,14 @@ class Series:
 class _Labelled(Generic[S]):
     """Something for each combination of labels that has occurred.
 
-    After `MOST_SERIES` combinations, a new one counts for the tenant `(others)` and the model `(others)`. Its other
-    labels, such as the tier, have few values and stay.
+    After `MOST_OF_A_TENANT` combinations of a tenant, a new one counts for its model `(others)`; after `MOST_SERIES` of
+    all, for the tenant `(others)` and the model `(others)`. Other labels, such as the tier, have few values and stay.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
         self.labels = tuple(labels)
         self._series: dict[tuple[str, ...], S] = {}
+        self._of_tenant = Counter[str]()
 
     def __iter__(self) -> Iterator[tuple[tuple[str, ...], S]]:
         """The values of the labels, in their order, and what is kept for them."""
@@ -59,9 +61,15 @@ class _Labelled(Generic[S]):
         """The combination under which a combination that has not occurred before counts."""
         if len(values) != len(self.labels):
             raise ValueError(f"{values} has {len(values)} values for the labels {self.labels}; give each one value")
-        if len(self._series) < MOST_SERIES:
-            return values
-        return tuple(OTHERS if label in _OPEN else value for label, value in zip(self.labels, values, strict=True))
+        by_label = dict(zip(self.labels, values, strict=True))
+        tenant = by_label.get("tenant", "")
+        if len(self._series) >= MOST_SERIES:
+            by_label |= dict.fromkeys(by_label.keys() & {"tenant", "model"}, OTHERS)
+        elif "model" in by_label and self._of_tenant[tenant] >= MOST_OF_A_TENANT:
+            by_label["model"] = OTHERS
+        key = tuple(by_label.values())
+        self._of_tenant[tenant] += key not in self._series
+        return key
 
 
 class Histogram(_Labelled[Series]):

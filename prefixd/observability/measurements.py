@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from prefixd.base.tiers import Tier
 from prefixd.observability.histogram import Histogram, LabelledCounter, bounds
+from prefixd.observability.request_record import Kind, RequestRecord, StageName
 
 _WHO = ("tenant", "model")
+_UNKNOWN = "(unknown)"
+"""The model of requests that name one which is not there: their names are their callers' fantasy."""
 
 
 class Timings:
@@ -33,16 +36,17 @@ class Traffic:
         self.generated_tokens = LabelledCounter(_WHO)
         self.asked_tokens = LabelledCounter(_WHO)
         self.hit_tokens = LabelledCounter((*_WHO, "tier"))
+        self.stored_bytes = LabelledCounter(_WHO)
 
-    def ask(self, tenant: str, model: str, tokens: int) -> None:
+    def ask(self, who: tuple[str, str], tokens: int) -> None:
         """Counts prompt tokens that were asked for."""
-        self.asked_tokens.add(tokens, tenant, model)
+        self.asked_tokens.add(tokens, *who)
 
-    def find(self, tenant: str, model: str, tokens: list[int]) -> None:
+    def find(self, who: tuple[str, str], tokens: list[int]) -> None:
         """Counts prompt tokens that were found, by tier."""
         for tier in Tier:
             if tokens[tier]:
-                self.hit_tokens.add(tokens[tier], tenant, model, tier.label)
+                self.hit_tokens.add(tokens[tier], *who, tier.label)
 
 
 class Measurements:
@@ -51,3 +55,33 @@ class Measurements:
     def __init__(self) -> None:
         self.timings = Timings()
         self.traffic = Traffic()
+
+    def count_request(self, record: RequestRecord) -> None:
+        """Counts a request to a worker that has ended (`RequestLog.ended`)."""
+        if record.kind is not Kind.GENERATE:
+            return
+        timings, traffic = self.timings, self.traffic
+        who = record.tenant, _UNKNOWN if record.status == "NOT_FOUND" else record.model
+        trace_id = record.trace.trace_id if record.trace is not None and record.trace.sampled else ""
+        traffic.requests.add(1, *who, record.outcome)
+        if record.output_tokens:
+            traffic.generated_tokens.add(record.output_tokens, *who)
+        if record.queue_s is not None:
+            timings.queue_s.observe(record.queue_s, *who, trace_id=trace_id)
+        if record.ttft_s is not None:
+            timings.first_token_s.observe(record.ttft_s, *who, trace_id=trace_id)
+        if (between_s := _between_tokens_s(record)) is not None:
+            timings.between_tokens_s.observe(between_s, *who, trace_id=trace_id)
+        for stage in record.stages:
+            ahead = stage.name is StageName.LOAD and stage.attributes.get("urgency") == "prefetch"
+            complete = stage.attributes.get("outcome") == "complete"
+            if ahead and complete and record.handed_over_s is not None and stage.end_s is not None:
+                timings.prefetch_lead_s.observe(max(record.handed_over_s - stage.end_s, 0.0), Tier.GPU.label)
+
+
+def _between_tokens_s(record: RequestRecord) -> float | None:
+    """Mean seconds between two tokens of a sequence of the request; None with fewer than two tokens a sequence."""
+    tokens = record.output_tokens / record.sequences
+    if record.first_token_s is None or record.ended_s is None or tokens < 2:
+        return None
+    return (record.ended_s - record.first_token_s) / (tokens - 1)

@@ -25,7 +25,9 @@ from prefixd.server.access.local_credentials import LocalCredentials, LocalProce
 from prefixd.server.access.socket_access import private_umask
 from prefixd.server.background_tasks import BackgroundTasks
 from prefixd.server.draining import Drain
+from prefixd.server.figures.disk_wear import DiskWear
 from prefixd.server.figures.figure_pages import FigurePages
+from prefixd.server.figures.history import Counters, History
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
@@ -245,6 +247,7 @@ class Daemon:
         cache, models, draining = self.cache, self.models, self._draining
         hosts = {} if models is None else models.hosts
         self.records = RequestLog(elapsed_s, self.settings.server.request_records)
+        self.records.ended.append(cache.measurements.count_request)
         generation = Generation(cache, hosts, draining, elapsed_s, self.settings.worker.images_bytes, self.records)
         figures = TenantFigures(
             cache,
@@ -253,7 +256,22 @@ class Daemon:
             gpu=models is not None,
         )
         elastic = None if models is None else models.elastic
-        snapshot = Snapshot(cache, draining, elapsed_s, elapsed_s(), hosts, figures, self._events, elastic)
+        started_s, history = elapsed_s(), History(Counters(cache), elapsed_s)
+        self._tasks.start(history.run(), "history")
+        wear = None
+        if cache.tiers.durable is not None:
+            disk = self.settings.disk
+            wear = DiskWear(
+                self.settings.disk_path,
+                lambda: cache.mover.disk.writes.written_bytes,
+                history,
+                lambda: elapsed_s() - started_s,
+                disk.endurance_bytes,
+                disk.wear_start_bytes,
+            )
+        snapshot = Snapshot(
+            *(cache, draining, elapsed_s, started_s, hosts, figures, self._events, elastic, history, wear)
+        )
         tier_resize = None if models is None else models.tier_resize
         admin = AdminService(cache, snapshot, self._drain_on_request, tier_resize, tenants=figures, audit=self._audit)
         service = PrefixCacheService(cache, None if self._arena is None else memory_socket, draining, self.records)

@@ -156,9 +156,25 @@ class DiskSettings(Section):
     """How many times a block must be asked for again before it is written to disk. 0: every block is written. 1 or more
     saves disk writes: a block that is asked for once stays in memory only, and is lost at a restart. Blocks that are
     stored `durable`, or named in Persist, are written at once."""
+    endurance_bytes: Bytes | None = None
+    """Bytes that the drive stands in its life, as its data sheet says (TBW), for example 1.2PB. Metrics and `prefixd
+    stats` then show which part is used up, and how long the rest lasts."""
+    wear_start_bytes: Bytes = 0
+    """With `endurance_bytes`: bytes that had been written to the drive when the daemon starts, for example 120TB; of an
+    NVMe drive `smartctl` shows them as Data Units Written."""
     write_queue_bytes: Bytes | None = None
     """The most bytes of blocks that wait in memory to be written to disk; above it, Reserve waits for the disk. Tenants
     share it. By default half of cpu.bytes."""
+
+    @check_together(mode="after")
+    def _check_endurance(self) -> Self:
+        if self.endurance_bytes is None and self.wear_start_bytes:
+            raise ValueError(
+                f"disk.wear_start_bytes = {self.wear_start_bytes} is set, but disk.endurance_bytes is not; set it too"
+            )
+        if self.endurance_bytes == 0:
+            raise ValueError("disk.endurance_bytes = 0; write what the drive stands, such as 1.2PB, or leave it out")
+        return self
 
 
 class RemoteSettings(Section):

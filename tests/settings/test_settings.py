@@ -90,6 +90,7 @@ def test_every_policy_can_be_chosen() -> None:
         (12, 12),
         ("64Gi", 64 << 30),
         ("2 ki", 2048),
+        ("1.2PB", 1_200_000_000_000_000),
     ],
 )
 def test_sizes(text: str | int, nbytes: int) -> None:

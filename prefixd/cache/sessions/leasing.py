@@ -31,25 +31,26 @@ _NOWHERE: BlockTiers = np.empty(0, np.int8)
 class HitCounters:
     """Prompt tokens asked for, and found, since the start; each prompt counts once.
 
-    Tokens are found if they were leased. Cached blocks without room where they are read are no hit. Requests to the
-    daemon's own workers count `traffic` themselves.
+    Tokens are found if they were leased. Cached blocks without room where they are read are no hit. `traffic` has the
+    same counts by tenant and model.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     asked_tokens: int = 0
     hit_tokens: list[int] = field(default_factory=lambda: [0] * TIERS)  # by the tier they were found in
 
-    def ask(self, namespace: Namespace, tokens: int) -> None:
-        """Counts prompt tokens as asked for by an engine."""
+    def ask(self, who: tuple[str, str], tokens: int) -> None:
+        """Counts prompt tokens as asked for. `who`: the tenant's name, and the model's or the namespace's."""
         self.asked_tokens += tokens
-        self.traffic.ask(namespace.spec.tenant, namespace.spec.name, tokens)
+        self.traffic.ask(who, tokens)
 
-    def find(self, namespace: Namespace, tiers: BlockTiers, block_tokens: int) -> None:
-        """Counts blocks as found in these tiers by an engine."""
+    def find(self, who: tuple[str, str], tiers: BlockTiers, block_tokens: int) -> list[int]:
+        """Counts blocks as found in these tiers; returns the tokens by tier."""
         found = [blocks * block_tokens for blocks in np.bincount(tiers, minlength=TIERS)[:TIERS].tolist()]
         for tier, tokens in enumerate(found):
             self.hit_tokens[tier] += tokens
-        self.traffic.find(namespace.spec.tenant, namespace.spec.name, found)
+        self.traffic.find(who, found)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class Leasing:
             self._leases.grant(lease)
             if asked.counted or asked.found is not None:
                 end = asked.first_block + len(hold.rows)
-                self._counters.find(namespace, tiers[asked.first_block : end], trie.block_tokens)
+                self._counters.find(namespace.spec.who, tiers[asked.first_block : end], trie.block_tokens)
             return lease
 
     async def _find(self, namespace: Namespace, trie: Trie, chain: BlockChain, asked: Asked) -> Reader:
@@ -167,7 +168,7 @@ class Leasing:
         first, end = asked.first_block, asked.end(len(chain))
         path = await self._match(namespace, chain, asked.prefix_blocks or end)
         if asked.counted and asked.found is None:
-            self._counters.ask(namespace, max(end - first, 0) * trie.block_tokens)
+            self._counters.ask(namespace.spec.who, max(end - first, 0) * trie.block_tokens)
         if trie.has_rules and len(path) < asked.prefix_blocks:  # a shorter prefix needs other bytes
             end = first
         return Reader(trie, path, first, min(end, len(path)), slice_only=asked.prefix_blocks > 0)

@@ -288,9 +288,8 @@ class Reservations:
     def _count_stored(self, reservation: Reservation, blocks: int) -> None:
         nbytes = blocks * sum(reservation.trie.part_bytes[part] for part in reservation.parts)
         if nbytes:
-            spec = reservation.namespace.spec
             reservation.session.stored_bytes += nbytes
-            self._traffic.stored_bytes.add(nbytes, spec.tenant, spec.name)
+            self._traffic.stored_bytes.add(nbytes, *reservation.namespace.spec.who)
 
     async def _own_prefix(self, reservation: Reservation, prefix: Rows, held: list[Hold]) -> Rows:
         """`prefix`, or if it ends with a common block, the namespace's own rows of these blocks.

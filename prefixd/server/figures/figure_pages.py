@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from typing import TypeVar
 
 from prefixd.base.plain_messages import to_plain
-from prefixd.server.figures.metrics import MetricsCollector
+from prefixd.server.figures.metrics import metrics_page
 from prefixd.v1 import admin_pb2 as pb
 from prefixd_swap import started_threads
 
+Page = TypeVar("Page")
 
 class FigurePages:
     """Writes the figures as pages.
@@ -40,20 +39,13 @@ class FigurePages:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """Returns the metrics and their content type, in the format that the header `Accept` asks for."""
-        encode, content_type = choose_encoder(accept)
-
-        def write(stats: pb.StatsResponse) -> bytes:
-            registry = CollectorRegistry()
-            registry.register(MetricsCollector(stats))
-            return encode(registry)
-
-        return await self._page(write), content_type
+        return await self._page(lambda stats: metrics_page(stats, accept))
 
     async def stats(self) -> bytes:
         """Returns the figures as JSON, as `prefixd stats --json` prints them."""
         return await self._page(lambda stats: json.dumps(to_plain(stats)).encode())
 
-    async def _page(self, write: Callable[[pb.StatsResponse], bytes]) -> bytes:
+    async def _page(self, write: Callable[[pb.StatsResponse], Page]) -> Page:
         async with self._rendering:
             stats = await self._take()
             return await asyncio.get_running_loop().run_in_executor(self._threads, write, stats)

@@ -168,4 +168,5 @@ class History:
         now_s = self._clock()
         ring = self._fine if last_s <= FINE_S * (FINE_SAMPLES - 1) else self._coarse
         times, rows = ring.since(now_s - last_s)
-        return np.append(times, now_s), np.vstack([rows, self._counters.now()])
+        earlier = times < now_s
+        return np.append(times[earlier], now_s), np.vstack([rows[earlier], self._counters.now()])

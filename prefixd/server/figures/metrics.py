@@ -13,7 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
-from prometheus_client.utils import floatToGoString
 
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import metric_pb2
@@ -116,7 +115,7 @@ def _buckets(bounds: Sequence[float], series: pb.HistogramSeries) -> list[Any]:
     exemplars = {each.bucket: Exemplar({"trace_id": each.trace_id}, each.value) for each in series.exemplars}
     below = itertools.accumulate(series.counts)
     return [
-        (floatToGoString(bound), count, exemplars.get(at))
+        ("+Inf" if math.isinf(bound) else repr(bound), count, exemplars.get(at))
         for at, (bound, count) in enumerate(zip([*bounds, math.inf], below, strict=True))
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,15 @@ from typing import Self
 from google.protobuf.message import Message
 
 import prefixd
-from prefixd.base.long_work.pacer import SLICE_ROWS, Pacer, give_way
-from prefixd.base.rules.rule_messages import to_message
+from prefixd.base.long_work.pacer import SLICE_ROWS, give_way
 from prefixd.base.tiers import Tier
-from prefixd.cache import Lease, PartSpec, Reservation, TieredCache
+from prefixd.cache import Lease, Reservation, TieredCache
 from prefixd.cache.index.trie import TIERS
+from prefixd.server.figures.disk_wear import DiskWear
+from prefixd.server.figures.history import History
+from prefixd.server.figures.measured_figures import build_info, timings_figures, traffic_figures
 from prefixd.server.figures.metrics import METRIC, METRICS
+from prefixd.server.figures.namespace_figures import blocks_by_namespace, fill_figures, namespace_figures
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.kv_events import KVEvents
 from prefixd.serving.dispatch.dispatcher import Dispatcher
@@ -26,13 +28,8 @@ from prefixd.serving.models.model_host import ModelHost
 from prefixd.serving.models.worker_process import WorkerState
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
 from prefixd.v1 import admin_pb2 as pb
-from prefixd.v1 import cache_pb2
 from prefixd_swap.tiers import GpuTier, MemoryTier
 from prefixd_swap.tiers import Tier as TierObject
-
-_MOST_NAMESPACES = 1000
-_NAMESPACES_BYTES = 4 << 20  # a quarter of the largest message
-_NAMESPACE_WORK = 10  # pieces of work, see `Pacer`
 
 _STATES = {
     WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
@@ -53,12 +50,20 @@ class Snapshot:
     tenants: TenantFigures
     events: KVEvents | None = None
     elastic: ElasticTier | None = None
+    history: History | None = None
+    wear: DiskWear | None = None
 
-    async def take(self) -> pb.StatsResponse:
-        """Returns the figures now. Counts of blocks are up to some milliseconds old at a million blocks."""
+    async def take(self, last_s: float = 0.0) -> pb.StatsResponse:
+        """Returns the figures now. Counts of blocks are up to some milliseconds old at a million blocks.
+
+        `last_s`: above 0, also what happened in the last so many seconds; then it raises as `History.period`.
+        """
         cache = self.cache
+        period = self.history.period(last_s) if last_s and self.history is not None else None
         counts = await _Counts.of(cache, [host.dispatcher.recorder.needs for host in self.models.values()])
-        namespaces, other_namespaces = await _namespaces(cache, counts.on_gpu)
+        counted = blocks_by_namespace(cache)
+        namespaces, other_namespaces = await namespace_figures(cache, counts.on_gpu, counted)
+        filled = await fill_figures(cache, counted, {host.namespace_name: host.name for host in self.models.values()})
         now = self.clock()
         cached = cache.mover.use.cached_by_level()
         models = [self._model_stats(host) for host in self.models.values()]
@@ -78,6 +83,7 @@ class Snapshot:
                     reservations=session.granted[Reservation],
                     age_s=now - session.opened_s,
                     tenant=session.tenant.name,
+                    stored_bytes=session.stored_bytes,
                 )
                 for session in sessions
             ],
@@ -97,6 +103,12 @@ class Snapshot:
             models=models,
             remote=self._remote_stats(),
             tenants=self.tenants.take_some(),
+            timings=timings_figures(cache.measurements.timings),
+            traffic=traffic_figures(cache.measurements.traffic),
+            cached=filled,
+            disk_wear=None if self.wear is None else self.wear.figures(),
+            build=build_info(),
+            period=period,
             namespace_room=pb.NamespaceRoomStats(
                 used_bytes=cache.namespaces.nbytes,
                 limit_bytes=cache.namespace_room.limit_bytes,
@@ -149,6 +161,7 @@ class Snapshot:
             most_bytes=0 if size is None else size.most_bytes,
             target_bytes=0 if size is None else size.target_bytes,
             resized_because="" if size is None else size.reason,
+            loaded_bytes=counters.loaded_bytes,
         )
 
     def _scrub_stats(self) -> pb.ScrubStats:
@@ -376,39 +389,3 @@ class _Counts:
                     unused.spare += here_unused.spare
                     unused.unneeded += here_unused.unneeded
         return cls(blocks, held, unused, on_gpu)
-
-
-async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> tuple[list[pb.NamespaceStats], int]:
-    """Returns figures of the namespaces with most blocks, at most 1000 and 4 MiB; and the number of the others."""
-    counted = Counter[int]()
-    for trie in cache.tries:
-        counted.update(dict(enumerate(trie.blocks_by_namespace().tolist())))
-    namespaces = list(cache.namespaces)
-    found: list[pb.NamespaceStats] = []
-    left, pacer = _NAMESPACES_BYTES, Pacer()
-    for namespace in heapq.nlargest(_MOST_NAMESPACES, namespaces, key=lambda each: counted[each.ordinal]):
-        spec = namespace.spec
-        stats = pb.NamespaceStats(
-            namespace_id=namespace.id,
-            namespace=cache_pb2.Namespace(
-                name=spec.name,
-                dtype=spec.dtype,
-                layout=spec.layout,
-                block_tokens=spec.block_tokens,
-                parts=[_part(part) for part in spec.parts],
-            ),
-            blocks=counted[namespace.ordinal],
-            gpu_blocks=on_gpu[namespace.ordinal],
-            tenant=spec.tenant,
-            worker=spec.worker,
-        )
-        left -= stats.ByteSize()
-        if left < 0:
-            break
-        found.append(stats)
-        await pacer.worked(_NAMESPACE_WORK + len(spec.parts))
-    return found, len(namespaces) - len(found)
-
-
-def _part(part: PartSpec) -> cache_pb2.Part:
-    return cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes, rule=to_message(part.rule))

@@ -67,7 +67,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary
     async def Stats(self, request: pb.StatsRequest) -> pb.StatsResponse:
         """Returns all figures."""
-        return await self._snapshot.take()
+        return await self._snapshot.take(request.last_s)
 
     @unary
     async def ListPrefixes(self, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:

@@ -155,7 +155,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         chain = cache.chain(namespace, request.token_ids)
         path = await cache.match(namespace, chain)
         if request.asked:
-            cache.counters.ask(namespace, len(chain) * namespace.spec.block_tokens)
+            cache.counters.ask(namespace.spec.who, len(chain) * namespace.spec.block_tokens)
         elif request.counted:
             cache.count_lookup(session, namespace, chain, path)
         trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None

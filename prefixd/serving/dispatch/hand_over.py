@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache import NONE, TieredCache
+from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import NO_SLOT, Rows
 from prefixd.observability.eviction_journal import acting
 from prefixd.observability.request_record import StageName
@@ -150,17 +150,16 @@ class HandOver:
     def _count_hits(self, request: Request, blocks: int) -> None:
         # A block that was damaged or did not fit is not in `rows`, so it is no hit.
         tiers, counters = request.hit_tiers[:blocks], self._cache.counters
-        found = (np.bincount(tiers, minlength=NONE)[:NONE] * request.trie.block_tokens).tolist()
+        who = request.record.tenant, request.record.model
+        counters.ask(who, request.prompt_tokens)
+        found = counters.find(who, tiers, request.trie.block_tokens)
         request.hit_tokens, request.hit_tiers = found, tiers[:0]
         if (
             request.record.hit_tokens is None
         ):  # of the call's first sequence that runs; a load beside the run adds to it
             request.record.hit_tokens = found
-        counters.asked_tokens += request.prompt_tokens
         if request.images is not None:
             self._context.counters.asked_images += len(request.images.images)
-        for tier, hits in enumerate(found):
-            counters.hit_tokens[tier] += hits
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import numpy as np
 
 from prefixd.base.tiers import Tier
-from prefixd.cache import NONE, Trie
+from prefixd.cache import Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.rules import GroupMask
 from prefixd.observability.eviction_journal import acting
@@ -364,10 +364,8 @@ class Loader:
         request.run.frames += frames
         if request.resumed:  # its hits were counted when it ran first
             return arrived
-        hits = np.bincount(tiers, minlength=NONE)[:NONE]
-        for tier, blocks in enumerate(hits.tolist()):
-            tokens = blocks * request.trie.block_tokens
-            self._cache.counters.hit_tokens[tier] += tokens
+        who = request.record.tenant, request.record.model
+        for tier, tokens in enumerate(self._cache.counters.find(who, tiers, request.trie.block_tokens)):
             if request.hit_tokens is not None:
                 request.hit_tokens[tier] += tokens
         return arrived

@@ -134,6 +134,8 @@ def test_a_prompt_is_counted_once_by_scheduler_and_ranks_and_a_miss_counts(remot
     def counted() -> tuple[int, int]:
         stats = remote.stats()
         assert stats.hit_tokens == sum(tier.hit_tokens for tier in stats.tiers) <= stats.asked_tokens
+        assert stats.hit_tokens == sum(each.count for each in stats.traffic.hit_tokens)
+        assert stats.asked_tokens == sum(each.count for each in stats.traffic.asked_tokens)
         return stats.asked_tokens, stats.hit_tokens
 
     with remote.session() as session:
@@ -171,6 +173,10 @@ def test_metrics_of_a_daemon_with_a_model(model_daemon: Remote) -> None:
         )
     }
     assert list(grown.values()) == [32, 80, 0, 0]
+    ended = [name for name, _ in after if name == "prefixd_traffic_requests_total"]
+    assert ended and ("prefixd_time_to_first_token_seconds_count", "default") in after
+    stats = model_daemon.stats()
+    assert stats.hit_tokens == sum(each.count for each in stats.traffic.hit_tokens)
     assert after["prefixd_worker_up", ""] == 1
     # Other tests have used this daemon: its GPU tier may be full, so that new blocks replace others.
     assert after["prefixd_tier_blocks", "gpu"] >= 3

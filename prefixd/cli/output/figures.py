@@ -43,7 +43,7 @@ def figure_rows(message: Message, within: str = "") -> Iterator[tuple[str, str, 
                 continue
             if metric.labels and field.is_repeated:
                 for one in value:
-                    place_of_one = ".".join([place, *(one.labels[each] for each in metric.labels)])
+                    place_of_one = ".".join([place, *(one.labels.get(each, "") for each in metric.labels)])
                     yield place_of_one, figure(field.name, one.count), metric.help
             elif metric.labels:
                 if (times := quantile_text(value)) is not None:

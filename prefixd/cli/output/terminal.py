@@ -46,10 +46,14 @@ def _clean(message: Message) -> None:
 
 
 def _clean_map(entries: Any) -> None:
-    """Cleans the keys of a map; its values are numbers."""
+    """Cleans the texts of a map; its other keys and values are numbers."""
     found = dict(entries)
     entries.clear()
-    entries.update({shown(key) if isinstance(key, str) else key: value for key, value in found.items()})
+    entries.update({_shown_text(key): _shown_text(value) for key, value in found.items()})
+
+
+def _shown_text(value: Any) -> Any:
+    return shown(value) if isinstance(value, str) else value
 
 
 class LogFormatter(logging.Formatter):

@@ -18,6 +18,7 @@ from prefixd_swap import started_threads
 
 Page = TypeVar("Page")
 
+
 class FigurePages:
     """Writes the figures as pages.
 

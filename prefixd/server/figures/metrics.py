@@ -88,11 +88,11 @@ def _add_figure(
         family.add_metric([*outer, *(str(getattr(value, each)) for each in own)], 1)
     elif metric.labels and field.is_repeated:
         for one in value:
-            family.add_metric([*outer, *(one.labels[each] for each in own)], one.count)
+            family.add_metric([*outer, *(one.labels.get(each, "") for each in own)], one.count)
     elif metric.labels:
         for series in value.series:
             buckets = _buckets(value.bounds, series)
-            family.add_metric([*outer, *(series.labels[each] for each in own)], buckets, series.sum)
+            family.add_metric([*outer, *(series.labels.get(each, "") for each in own)], buckets, series.sum)
     elif metric.label:
         for key in dict.fromkeys([*metric.keys, *value]):
             family.add_metric([*outer, key], value.get(key, 0))

@@ -44,7 +44,10 @@ def fill(message: Message, depth: int = 4) -> None:
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            value[EVIL] = EVIL if field.message_type.fields_by_name["value"].type == field.TYPE_STRING else 7
+            if field.message_type.fields_by_name["value"].type == field.TYPE_STRING:
+                value.update({name: EVIL for name in ("tenant", "model", "tier", EVIL)})
+            else:
+                value[EVIL] = 7
         elif field.message_type is not None:
             if depth:
                 fill(value.add() if field.is_repeated else value, depth - 1)

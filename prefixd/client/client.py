@@ -27,13 +27,19 @@ from prefixd.client.inference import GenerateEvent, event_from_proto, generate_r
 from prefixd.client.memory.copying import Copier
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation, renew
 from prefixd.client.memory.namespace import RegisteredNamespace
-from prefixd.client.messages import TokenIds, message
+from prefixd.client.messages import TokenIds, message, token_bytes
 from prefixd.client.spec import NamespaceSpec, Retention
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
 
 _PREFIXES = 100  # listed by default
+ORDERS = {
+    "last-use": admin_pb2.ListPrefixesRequest.ORDER_LAST_USE,
+    "size": admin_pb2.ListPrefixesRequest.ORDER_SIZE,
+    "hits": admin_pb2.ListPrefixesRequest.ORDER_HITS,
+}
+"""The orders of `AsyncClient.prefixes`."""
 _PAGE = 1000  # most prefixes that one call lists
 
 
@@ -145,7 +151,7 @@ class AsyncClient:
 
     @property
     def draining(self) -> bool:
-        """True once the daemon has announced that it drains: it takes no new reservations."""
+        """True while the daemon drains, as it has announced: it takes no new reservations."""
         return self._session is not None and self._session.alive and self._session.draining
 
     async def session(self) -> Session:
@@ -287,11 +293,17 @@ class AsyncClient:
         stats: admin_pb2.StatsResponse = await self._admin("Stats", admin_pb2.StatsRequest())
         return stats
 
-    async def prefixes(self, namespace_id: bytes = b"", limit: int = 0) -> admin_pb2.ListPrefixesResponse:
+    async def prefixes(
+        self, namespace_id: bytes = b"", limit: int = 0, by: str = "last-use"
+    ) -> admin_pb2.ListPrefixesResponse:
         """Cached prefixes, most recently used first: of one namespace or all (empty), at most `limit` (0: 100).
 
-        More than a thousand take several calls: a prefix that is used between them may be missing or listed twice.
+        With `by` "size" the largest come first; with "hits" those that most prompts found, and only prefixes that some
+        prompt found. More than a thousand take several calls: a prefix whose place changes between them may be missing
+        or listed twice. Raises `InvalidArgumentError` for another order.
         """
+        if by not in ORDERS:
+            raise InvalidArgumentError(f"by = {by!r}; choose one of {', '.join(ORDERS)}")
         wanted = limit or _PREFIXES
         found = admin_pb2.ListPrefixesResponse()
         while True:
@@ -300,6 +312,7 @@ class AsyncClient:
                 namespace_id=namespace_id,
                 limit=min(wanted - len(found.prefixes), _PAGE),
                 page_token=found.next_page_token,
+                order=ORDERS[by],
             )
             page = await self._admin("ListPrefixes", request)
             found.prefixes.extend(page.prefixes)
@@ -308,22 +321,40 @@ class AsyncClient:
             if not found.next_page_token or len(found.prefixes) >= wanted:
                 return found
 
-    async def inspect(self, key: str) -> admin_pb2.InspectResponse:
+    async def find_prefix(
+        self, prompt: str | TokenIds, *, model: str = "", namespace_id: bytes = b""
+    ) -> admin_pb2.FindPrefixResponse:
+        """The longest cached prefix of a prompt, which does not count as a use; its key is for `inspect`, `pin` etc.
+
+        The prompt is looked up in the namespace of one of the daemon's models (empty: its first), or in the namespace
+        of this id. Raises `NotFoundError` if nothing of it is cached, `UnsupportedError` for a text without a model,
+        `PreconditionError` for a text and a model without a tokenizer, or one that is not loaded.
+        """
+        request = admin_pb2.FindPrefixRequest(model=model, namespace_id=namespace_id)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids = token_bytes(prompt)
+        found: admin_pb2.FindPrefixResponse = await self._admin("FindPrefix", request)
+        return found
+
+    async def inspect(self, key: str, *, text: bool = False) -> admin_pb2.InspectResponse:
         """One prefix, block by block. `key` is the key of its last block, or an unambiguous beginning of it.
 
-        A prefix of more than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is
-        evicted between them.
+        With `text` each block has its text, if a model of the daemon with a tokenizer has computed it. A prefix of more
+        than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is evicted between them.
         """
-        found = await self._inspect(key, 0)
+        found = await self._inspect(key, 0, text)
+        same = f"{found.prefix.namespace_id.hex()}/{found.prefix.key}"
         while len(found.blocks) < found.prefix.blocks:
-            page = await self._inspect(found.prefix.key, len(found.blocks))
+            page = await self._inspect(same, len(found.blocks), text)
             if not page.blocks:
                 raise ServerError(f"the daemon sent {len(found.blocks)} of the {found.prefix.blocks} blocks of {key}")
             found.blocks.extend(page.blocks)
         return found
 
-    async def _inspect(self, key: str, first_block: int) -> admin_pb2.InspectResponse:
-        request = admin_pb2.InspectRequest(key=key, first_block=first_block)
+    async def _inspect(self, key: str, first_block: int, text: bool) -> admin_pb2.InspectResponse:
+        request = admin_pb2.InspectRequest(key=key, first_block=first_block, text=text)
         page: admin_pb2.InspectResponse = await self._admin("Inspect", request)
         return page
 
@@ -446,6 +477,14 @@ class AsyncClient:
         request = admin_pb2.DrainRequest(shutdown=shutdown)
         drained: admin_pb2.DrainResponse = await self._admin("Drain", request, timeout_s)
         return drained
+
+    async def undrain(self) -> admin_pb2.UndrainResponse:
+        """Makes the daemon take new work again after `drain` without `shutdown`.
+
+        Raises `PreconditionError` while a drain is under way, and when the daemon ends.
+        """
+        undrained: admin_pb2.UndrainResponse = await self._admin("Undrain", admin_pb2.UndrainRequest())
+        return undrained
 
     async def verify(self) -> AsyncGenerator[admin_pb2.VerifyProgress, None]:
         """Makes the daemon read all blocks on disk and compare checksums; the last progress has `done` set.

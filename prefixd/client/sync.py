@@ -454,7 +454,7 @@ class Client(Blocking[AsyncClient]):
 
     @property
     def draining(self) -> bool:
-        """True once the daemon has announced that it drains: it takes no new reservations."""
+        """True while the daemon drains, as it has announced: it takes no new reservations."""
         return self._inner.draining
 
     def register(self, namespace: NamespaceSpec) -> Cache:
@@ -549,20 +549,35 @@ class Client(Blocking[AsyncClient]):
         """Figures of tiers, sessions, namespaces, worker and scheduler."""
         return self._portal.run(self._inner.stats())
 
-    def prefixes(self, namespace_id: bytes = b"", limit: int = 0) -> admin_pb2.ListPrefixesResponse:
+    def prefixes(
+        self, namespace_id: bytes = b"", limit: int = 0, by: str = "last-use"
+    ) -> admin_pb2.ListPrefixesResponse:
         """Cached prefixes, most recently used first: of one namespace or all (empty), at most `limit` (0: 100).
 
-        More than a thousand take several calls: a prefix that is used between them may be missing or listed twice.
+        With `by` "size" the largest come first; with "hits" those that most prompts found, and only prefixes that some
+        prompt found. More than a thousand take several calls: a prefix whose place changes between them may be missing
+        or listed twice. Raises `InvalidArgumentError` for another order.
         """
-        return self._portal.run(self._inner.prefixes(namespace_id, limit))
+        return self._portal.run(self._inner.prefixes(namespace_id, limit, by))
 
-    def inspect(self, key: str) -> admin_pb2.InspectResponse:
+    def find_prefix(
+        self, prompt: str | TokenIds, *, model: str = "", namespace_id: bytes = b""
+    ) -> admin_pb2.FindPrefixResponse:
+        """The longest cached prefix of a prompt, which does not count as a use; its key is for `inspect`, `pin` etc.
+
+        The prompt is looked up in the namespace of one of the daemon's models (empty: its first), or in the namespace
+        of this id. Raises `NotFoundError` if nothing of it is cached, `UnsupportedError` for a text without a model,
+        `PreconditionError` for a text and a model without a tokenizer, or one that is not loaded.
+        """
+        return self._portal.run(self._inner.find_prefix(prompt, model=model, namespace_id=namespace_id))
+
+    def inspect(self, key: str, *, text: bool = False) -> admin_pb2.InspectResponse:
         """One prefix, block by block. `key` is the key of its last block, or an unambiguous beginning of it.
 
-        A prefix of more than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is
-        evicted between them.
+        With `text` each block has its text, if a model of the daemon with a tokenizer has computed it. A prefix of more
+        than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is evicted between them.
         """
-        return self._portal.run(self._inner.inspect(key))
+        return self._portal.run(self._inner.inspect(key, text=text))
 
     def pin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.PinResponse:
         """Keeps a prefix in the cache until `unpin`; returns once its blocks are on disk. Raises `NotFoundError`.
@@ -642,6 +657,13 @@ class Client(Blocking[AsyncClient]):
     def drain(self, *, shutdown: bool = False, timeout_s: float = 3600.0) -> admin_pb2.DrainResponse:
         """Drains the daemon: it takes no new work, finishes running work and writes back; with `shutdown` it ends."""
         return self._portal.run(self._inner.drain(shutdown=shutdown, timeout_s=timeout_s))
+
+    def undrain(self) -> admin_pb2.UndrainResponse:
+        """Makes the daemon take new work again after `drain` without `shutdown`.
+
+        Raises `PreconditionError` while a drain is under way, and when the daemon ends.
+        """
+        return self._portal.run(self._inner.undrain())
 
     def verify(self) -> Iterator[admin_pb2.VerifyProgress]:
         """Makes the daemon read all blocks on disk and compare checksums; the last progress has `done` set.

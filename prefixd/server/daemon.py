@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from prefixd.base import heap
 from prefixd.base.clocks import boot_id, elapsed_s
-from prefixd.base.errors import ConfigError
+from prefixd.base.errors import ConfigError, PreconditionError
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import Troubles
 from prefixd.observability.request_log import RequestLog
@@ -24,7 +24,7 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
 from prefixd.server.access.socket_access import private_umask
 from prefixd.server.background_tasks import BackgroundTasks
-from prefixd.server.draining import Drain
+from prefixd.server.draining import Drain, Draining
 from prefixd.server.figures.disk_wear import DiskWear
 from prefixd.server.figures.figure_pages import FigurePages
 from prefixd.server.figures.history import Counters, History
@@ -42,6 +42,7 @@ from prefixd.server.rpc.processes import ProcessWatch
 from prefixd.server.services.admin_service import AdminService
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.server.services.inference_service import InferenceService
+from prefixd.server.services.prompt_lookup import PromptLookup
 from prefixd.server.settings_reload import SettingsReload
 from prefixd.server.startup.compute_device import resolve_device
 from prefixd.server.startup.exclusive_use import lock_directory, remove_stale_socket
@@ -130,7 +131,7 @@ class Daemon:
         self._ops = ops
         self._tasks = BackgroundTasks(self._fail)
         self._health = Health()
-        self._draining = asyncio.Event()
+        self._draining = Draining()
         self.ended = asyncio.Event()
         self.failed = False
         self.signals = DaemonSignals(self._on_signal)
@@ -273,7 +274,16 @@ class Daemon:
             *(cache, draining, elapsed_s, started_s, hosts, figures, self._events, elastic, history, wear)
         )
         tier_resize = None if models is None else models.tier_resize
-        admin = AdminService(cache, snapshot, self._drain_on_request, tier_resize, tenants=figures, audit=self._audit)
+        admin = AdminService(
+            cache,
+            snapshot,
+            self._drain_on_request,
+            self._undrain,
+            PromptLookup(cache, hosts),
+            tier_resize,
+            tenants=figures,
+            audit=self._audit,
+        )
         service = PrefixCacheService(cache, None if self._arena is None else memory_socket, draining, self.records)
         services = self._listeners.services
         cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, services)
@@ -308,6 +318,11 @@ class Daemon:
         if shutdown:
             self.ended.set()
         return result
+
+    def _undrain(self) -> bool:
+        if self.ended.is_set():
+            raise PreconditionError("the daemon is ending; start it again")
+        return self.drain.undo()
 
     def _fail(self) -> None:
         """Ends the daemon because a background task has failed."""

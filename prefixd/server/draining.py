@@ -6,11 +6,34 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from prefixd.base.errors import UnavailableError
+from prefixd.base.errors import PreconditionError, UnavailableError
 from prefixd.cache import TieredCache
 from prefixd.serving.models.models import Models
 
 log = logging.getLogger(__name__)
+
+
+class Draining(asyncio.Event):
+    """Set while the daemon takes no new work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._over = asyncio.Event()
+        self._over.set()
+
+    def set(self) -> None:
+        """Takes no new work from now on."""
+        self._over.clear()
+        super().set()
+
+    def clear(self) -> None:
+        """Takes new work again."""
+        super().clear()
+        self._over.set()
+
+    async def wait_over(self) -> bool:
+        """Waits until the daemon takes new work; returns True."""
+        return await self._over.wait()
 
 
 class Drain:
@@ -19,24 +42,24 @@ class Drain:
     Args:
         cache: its blocks are written to disk.
         models: their requests are finished; None in a sidecar.
-        draining: set by the first drain.
+        draining: set by the first drain, until `undo`.
         timeout_s: returns how long running requests and calls may take; called when a drain waits for them.
-        on_begin: called when `draining` has been set.
+        on_change: called when `draining` has been set or cleared.
     """
 
     def __init__(
         self,
         cache: TieredCache,
         models: Models | None,
-        draining: asyncio.Event,
+        draining: Draining,
         timeout_s: Callable[[], float],
-        on_begin: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._timeout_s = timeout_s
         self._cache = cache
         self._models = models
         self._draining = draining
-        self._on_begin = on_begin
+        self._on_change = on_change
         self._drained: asyncio.Task[tuple[int, int]] | None = None
         self._before = (0, 0)  # blocks written to disk and requests finished when the first drain began
 
@@ -49,12 +72,27 @@ class Drain:
             self._drained = asyncio.create_task(self._drain(), name="drain")
         return await asyncio.shield(self._drained)
 
+    def undo(self) -> bool:
+        """Takes new work again; returns False if the daemon was not drained.
+
+        Raises:
+            PreconditionError: a drain is under way.
+        """
+        if self._drained is not None and not self._drained.done():
+            raise PreconditionError("a drain is under way; undrain the daemon when it has ended")
+        was_draining = self._draining.is_set()
+        self._draining.clear()
+        self._on_change()
+        if was_draining:
+            log.info("undrained: the daemon takes new work again")
+        return was_draining
+
     async def _drain(self) -> tuple[int, int]:
         again = self._draining.is_set()
         if not again:
             self._before = self._count_done()
         self._draining.set()
-        self._on_begin()
+        self._on_change()
         if self._models is not None:
             await self._finish_requests(self._models)
         timeout_s = self._timeout_s()

@@ -685,14 +685,24 @@ class SetTenantRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[TenantQuota, _Mapping]] = ..., unlimited: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListPrefixesRequest(_message.Message):
-    __slots__ = ("namespace_id", "limit", "page_token")
+    __slots__ = ("namespace_id", "limit", "page_token", "order")
+    class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ORDER_LAST_USE: _ClassVar[ListPrefixesRequest.Order]
+        ORDER_SIZE: _ClassVar[ListPrefixesRequest.Order]
+        ORDER_HITS: _ClassVar[ListPrefixesRequest.Order]
+    ORDER_LAST_USE: ListPrefixesRequest.Order
+    ORDER_SIZE: ListPrefixesRequest.Order
+    ORDER_HITS: ListPrefixesRequest.Order
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     limit: int
     page_token: bytes
-    def __init__(self, namespace_id: _Optional[bytes] = ..., limit: _Optional[int] = ..., page_token: _Optional[bytes] = ...) -> None: ...
+    order: ListPrefixesRequest.Order
+    def __init__(self, namespace_id: _Optional[bytes] = ..., limit: _Optional[int] = ..., page_token: _Optional[bytes] = ..., order: _Optional[_Union[ListPrefixesRequest.Order, str]] = ...) -> None: ...
 
 class GroupInfo(_message.Message):
     __slots__ = ("names", "parts", "rule", "block_bytes", "blocks")
@@ -709,7 +719,7 @@ class GroupInfo(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., parts: _Optional[int] = ..., rule: _Optional[str] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class PrefixInfo(_message.Message):
-    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "remote_blocks", "idle_s", "pinned", "held", "groups", "tenant")
+    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "remote_blocks", "idle_s", "pinned", "held", "groups", "tenant", "hits")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -725,6 +735,7 @@ class PrefixInfo(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
     key: str
     namespace_id: bytes
     namespace_name: str
@@ -740,7 +751,30 @@ class PrefixInfo(_message.Message):
     held: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupInfo]
     tenant: str
-    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    hits: int
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., tenant: _Optional[str] = ..., hits: _Optional[int] = ...) -> None: ...
+
+class FindPrefixRequest(_message.Message):
+    __slots__ = ("text", "token_ids", "model", "namespace_id")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: bytes
+    model: str
+    namespace_id: bytes
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
+
+class FindPrefixResponse(_message.Message):
+    __slots__ = ("key", "tokens", "prompt_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    tokens: int
+    prompt_tokens: int
+    def __init__(self, key: _Optional[str] = ..., tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ListPrefixesResponse(_message.Message):
     __slots__ = ("prefixes", "total", "next_page_token", "pinned_blocks", "pinned_bytes")
@@ -757,14 +791,16 @@ class ListPrefixesResponse(_message.Message):
     def __init__(self, prefixes: _Optional[_Iterable[_Union[PrefixInfo, _Mapping]]] = ..., total: _Optional[int] = ..., next_page_token: _Optional[bytes] = ..., pinned_blocks: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("key", "first_block", "limit")
+    __slots__ = ("key", "first_block", "limit", "text")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     key: str
     first_block: int
     limit: int
-    def __init__(self, key: _Optional[str] = ..., first_block: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+    text: bool
+    def __init__(self, key: _Optional[str] = ..., first_block: _Optional[int] = ..., limit: _Optional[int] = ..., text: bool = ...) -> None: ...
 
 class TierGroups(_message.Message):
     __slots__ = ("tier", "groups")
@@ -775,7 +811,7 @@ class TierGroups(_message.Message):
     def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
-    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids", "there", "priority", "priority_s")
+    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids", "there", "priority", "priority_s", "text")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -787,6 +823,7 @@ class BlockInfo(_message.Message):
     THERE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_S_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     index: int
     key: str
     tiers: _containers.RepeatedScalarFieldContainer[_cache_pb2.Tier]
@@ -798,7 +835,8 @@ class BlockInfo(_message.Message):
     there: _containers.RepeatedCompositeFieldContainer[TierGroups]
     priority: int
     priority_s: float
-    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., there: _Optional[_Iterable[_Union[TierGroups, _Mapping]]] = ..., priority: _Optional[int] = ..., priority_s: _Optional[float] = ...) -> None: ...
+    text: str
+    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., there: _Optional[_Iterable[_Union[TierGroups, _Mapping]]] = ..., priority: _Optional[int] = ..., priority_s: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
     __slots__ = ("prefix", "blocks")
@@ -889,6 +927,16 @@ class DrainResponse(_message.Message):
     written_blocks: int
     finished_requests: int
     def __init__(self, written_blocks: _Optional[int] = ..., finished_requests: _Optional[int] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ("was_draining",)
+    WAS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    was_draining: bool
+    def __init__(self, was_draining: bool = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ()

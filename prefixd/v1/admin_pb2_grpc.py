@@ -44,6 +44,11 @@ class AdminStub(object):
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.ListPrefixesRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.ListPrefixesResponse.FromString,
                 _registered_method=True)
+        self.FindPrefix = channel.unary_unary(
+                '/prefixd.v1.Admin/FindPrefix',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.FindPrefixRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.FindPrefixResponse.FromString,
+                _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/prefixd.v1.Admin/Inspect',
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
@@ -73,6 +78,11 @@ class AdminStub(object):
                 '/prefixd.v1.Admin/Drain',
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/prefixd.v1.Admin/Undrain',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.UndrainResponse.FromString,
                 _registered_method=True)
         self.Verify = channel.unary_stream(
                 '/prefixd.v1.Admin/Verify',
@@ -111,8 +121,19 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixes(self, request, context):
-        """Prefixes, most recently used first: each is named by its last block that some tier has. A page at a time; a prefix that
-        is used between two pages moves to the front of the list, and may then be missing from both pages or be in both.
+        """Prefixes, most recently used first unless another order is asked for: each is named by its last block that some tier
+        has. A page at a time; a prefix whose place in the order changes between two pages may be missing from both or be in
+        both.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindPrefix(self, request, context):
+        """The longest cached prefix of a prompt, which does not count as a use of it: its key is for Inspect, Pin, Unpin and Evict.
+        Only the daemon's own tiers are asked, not a shared store. NOT_FOUND: not even the first block is cached.
+        FAILED_PRECONDITION: the prompt is text and the model has no tokenizer, or is not loaded. UNIMPLEMENTED: the prompt is
+        text, or names no namespace, and the daemon has no model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +180,14 @@ class AdminServicer(object):
 
     def Drain(self, request, context):
         """Takes no new work, finishes running requests, writes blocks to disk. With `shutdown` the daemon then ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes new work again after Drain without `shutdown`. FAILED_PRECONDITION while a drain is under way, and when the daemon
+        ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,6 +247,11 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.ListPrefixesRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.ListPrefixesResponse.SerializeToString,
             ),
+            'FindPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindPrefix,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.FindPrefixRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.FindPrefixResponse.SerializeToString,
+            ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.InspectRequest.FromString,
@@ -247,6 +281,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.UndrainRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.UndrainResponse.SerializeToString,
             ),
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
@@ -328,6 +367,33 @@ class Admin(object):
             '/prefixd.v1.Admin/ListPrefixes',
             prefixd_dot_v1_dot_admin__pb2.ListPrefixesRequest.SerializeToString,
             prefixd_dot_v1_dot_admin__pb2.ListPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/FindPrefix',
+            prefixd_dot_v1_dot_admin__pb2.FindPrefixRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.FindPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -490,6 +556,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Drain',
             prefixd_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             prefixd_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Undrain',
+            prefixd_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

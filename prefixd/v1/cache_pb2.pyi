@@ -31,12 +31,14 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, client_name: _Optional[str] = ..., pid: _Optional[int] = ..., reopens_namespaces: bool = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("opened", "draining")
+    __slots__ = ("opened", "draining", "undrained")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    UNDRAINED_FIELD_NUMBER: _ClassVar[int]
     opened: SessionOpened
     draining: SessionDraining
-    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ...) -> None: ...
+    undrained: SessionUndrained
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ..., undrained: _Optional[_Union[SessionUndrained, _Mapping]] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
     __slots__ = ("session_id", "memory_socket", "arena_bytes", "default_ttl_s", "max_ttl_s", "server_version", "tenant")
@@ -57,6 +59,10 @@ class SessionOpened(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., memory_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., default_ttl_s: _Optional[float] = ..., max_ttl_s: _Optional[float] = ..., server_version: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SessionDraining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionUndrained(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

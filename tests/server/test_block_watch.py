@@ -19,6 +19,7 @@ from prefixd.client import Client, ClientError
 from prefixd.client import NamespaceSpec as ClientSpec
 from prefixd.client import PartSpec as ClientPart
 from prefixd.server.access.identities import Caller
+from prefixd.server.draining import Draining
 from prefixd.server.kv_events import BlockWatch
 from prefixd.server.kv_events.loop_share import LoopShare
 from prefixd.server.services.cache_service import PrefixCacheService
@@ -157,7 +158,7 @@ async def stub(cache: TieredCache) -> AsyncIterator[Any]:
     """PrefixCache of `cache`, in this process."""
     caller = Caller(cache.tenants.default, Role.CLIENT, "test", "unix")
     server = grpc.aio.server(interceptors=[AnybodyCalls(caller)])
-    service = PrefixCacheService(cache, None, asyncio.Event())
+    service = PrefixCacheService(cache, None, Draining())
     cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -98,7 +98,16 @@ class Structure(EvictionColumns):
         """Sets the columns to 0 that `insert_all` expects to be 0, in rows that had another block before."""
         columns: tuple[npt.NDArray[Any], ...] = (
             *(self.children, self.keep, self.pinned, self.any_part, self.available, self.expired),
-            *(self.there, self.checksummed, self.holds, self.tier_children, self.entered, self.uses, self.rank),
+            *(
+                self.there,
+                self.checksummed,
+                self.holds,
+                self.tier_children,
+                self.entered,
+                self.uses,
+                self.hits,
+                self.rank,
+            ),
         )
         for column in columns:
             column[rows] = 0

@@ -47,6 +47,7 @@ class TrieTable:
         self.pinned = np.empty(0, np.bool_)
         self.last_used = np.empty(0, np.float64)
         self.uses = np.empty(0, np.uint8)  # uses after the first; 255 means 255 or more
+        self.hits = np.empty(0, np.uint32)  # prompts whose cached prefix ended with this block
         self.any_part = np.empty(0, np.uint8)  # tiers that have any part, a bit each
         self.available = np.empty(0, np.uint8)  # KV groups that some tier offers, a bit each
         self.expired = np.empty(0, np.uint8)  # KV groups that only shorter prefixes need
@@ -134,6 +135,7 @@ _COLUMNS = (
     "pinned",
     "last_used",
     "uses",
+    "hits",
     "any_part",
     "available",
     "expired",

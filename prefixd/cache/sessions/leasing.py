@@ -161,6 +161,8 @@ class Leasing:
             if asked.counted or asked.found is not None:
                 end = asked.first_block + len(hold.rows)
                 self._counters.find(namespace.spec.who, tiers[asked.first_block : end], trie.block_tokens)
+                if not asked.first_block:  # a long prompt is leased in slices
+                    trie.hits[hold.rows[-1]] += 1
             return lease
 
     async def _find(self, namespace: Namespace, trie: Trie, chain: BlockChain, asked: Asked) -> Reader:

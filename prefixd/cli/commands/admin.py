@@ -1,32 +1,63 @@
-"""`prefixd stats`, `flush`, `drain`: commands for the daemon as a whole."""
+"""`prefixd stats`, `flush`, `drain`, `undrain`: commands for the daemon as a whole."""
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from prefixd.base.sizes import as_size
 from prefixd.cli.connect import Address, Json, connected, run
-from prefixd.cli.failures import examples
+from prefixd.cli.failures import WrongUsage, examples
 
-STATS_EXAMPLES = examples("prefixd stats", "prefixd stats --json | jq '.tiers[].hit_tokens'")
+STATS_EXAMPLES = examples("prefixd stats", "prefixd stats --watch 5", "prefixd stats --json | jq '.tiers[].hit_tokens'")
 FLUSH_EXAMPLES = examples("prefixd flush")
 DRAIN_EXAMPLES = examples("prefixd drain", "prefixd drain --shutdown")
+UNDRAIN_EXAMPLES = examples("prefixd undrain")
+_WATCH_S = 2.0
 
 
-def stats_command(address: Address = None, as_json: Json = False) -> None:
-    """Show the tiers, the hit rate, the queue, the sessions, all figures that are not 0, and the troubles."""
+def stats_command(
+    seconds: Annotated[
+        float | None,
+        typer.Argument(metavar="SECONDS", min=0.1, show_default=False, help="For --watch: how often; every 2 s."),
+    ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", "-w", help="Show them again every SECONDS, until Ctrl-C; with --json, one line each time."
+        ),
+    ] = False,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Show the degraded parts, the tiers, the hit rate, the queue, the sessions, and all figures that are not 0."""
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
+    from prefixd.cli.output.screen import Screen
+
+    if seconds is not None and not watch:
+        raise WrongUsage(f"{seconds:g} seconds without --watch; write `prefixd stats --watch {seconds:g}`")
 
     async def ask() -> None:
         async with connected(address) as client:
-            stats = await client.stats()
-        if as_json:
-            plain.print_json(plain.to_plain(stats))
-        else:
-            render.print_stats(stats)
+            if not watch:
+                stats = await client.stats()
+                if as_json:
+                    plain.print_json(plain.to_plain(stats))
+                else:
+                    render.print_stats(stats)
+                return
+            with Screen() as screen:
+                while True:
+                    stats = await client.stats()
+                    if as_json:
+                        plain.print_json_line(plain.to_plain(stats))
+                    else:
+                        screen.show(partial(render.print_stats, stats))
+                    await asyncio.sleep(_WATCH_S if seconds is None else seconds)
 
     run(ask())
 
@@ -65,5 +96,21 @@ def drain_command(
                 f"{answer.finished_requests:,} requests finished, "
                 f"{answer.written_blocks:,} blocks written to disk; {end}"
             )
+
+    run(ask())
+
+
+def undrain_command(address: Address = None, as_json: Json = False) -> None:
+    """Make the daemon take new work again after `prefixd drain` without --shutdown."""
+    from prefixd.cli.output import json_values as plain
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            answer = await client.undrain()
+        if as_json:
+            plain.print_json(plain.to_plain(answer))
+        else:
+            was = "the daemon takes new work again" if answer.was_draining else "the daemon was not drained"
+            typer.echo(was)
 
     run(ask())

@@ -15,6 +15,7 @@ import typer
 from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.cli.connect import Address, connected, run
 from prefixd.cli.failures import WrongUsage, examples
+from prefixd.cli.named_prefix import parse_token_ids
 from prefixd.cli.output.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class RequestOptions:
 def generate_command(
     text: Annotated[
         str | None,
-        typer.Argument(metavar="[TEXT]", show_default=False, help="The prompt; - reads standard input."),
+        typer.Argument(metavar="TEXT", show_default=False, help="The prompt; - reads standard input."),
     ] = None,
     token_ids: Annotated[
         str | None,
@@ -237,7 +238,4 @@ def _parse_prompt(text: str | None, token_ids: str | None) -> str | list[int]:
         raise typer.BadParameter("give the prompt either as text or with --token-ids")
     if token_ids is None:
         return sys.stdin.read() if text == "-" else text or ""
-    try:
-        return [int(token) for token in token_ids.replace(",", " ").split()]
-    except ValueError as error:
-        raise typer.BadParameter(f"--token-ids {token_ids!r}: write ids such as 1,2,3") from error
+    return parse_token_ids(token_ids)

@@ -25,7 +25,7 @@ app = typer.Typer(
 
 def list_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", show_default=False, help="One tenant; all by default.")
+        str | None, typer.Argument(metavar="NAME", show_default=False, help="One tenant; all by default.")
     ] = None,
     address: Address = None,
     as_json: Json = False,

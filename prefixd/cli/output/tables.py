@@ -9,27 +9,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefixd.base.rules.rules import FULL_ATTENTION
 from prefixd.base.sizes import as_size
-from prefixd.base.tiers import QUOTA_TIERS, Tier
 from prefixd.cli.output.figures import figure_table
-from prefixd.cli.output.grid import console, duration, table
+from prefixd.cli.output.grid import console, duration, table, tier_name
 from prefixd.cli.output.terminal import cleaned, shown
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from prefixd.cli.machine_checks import Check
 
-KEY_DIGITS = 12
 _MOST_HOLDERS = 5  # printed; --json has up to 100
-
-
-def tier_name(tier: int) -> str:
-    """Returns the name of a tier of the contract, such as `gpu`, or `tier 9` if this version does not know it."""
-    try:
-        return Tier.from_wire(tier).label
-    except ValueError:
-        return f"tier {tier}"
 
 
 def print_settings(values: Mapping[str, Any], sources: Mapping[str, str], descriptions: Mapping[str, str]) -> None:
@@ -125,11 +114,12 @@ def _print_worker(out: Console, worker: admin_pb2.WorkerStats, prefix: str = "")
 
 
 def print_stats(stats: admin_pb2.StatsResponse) -> None:
-    """Prints the daemon's workers, hit rate, tiers, namespaces, sessions, figures and troubles."""
+    """Prints the daemon's degraded parts, workers, hit rate, tiers, namespaces, sessions and figures."""
     stats = cleaned(stats)
     out = console()
     state = "[yellow]draining[/]" if stats.draining else "[green]up[/]"
     out.print(f"prefixd {stats.version}: {state} for {duration(stats.uptime_s)}")
+    _print_degraded(out, stats)
     worker, queue = stats.worker, stats.scheduler
     if worker.state in (admin_pb2.WorkerStats.STATE_UNSPECIFIED, admin_pb2.WorkerStats.STATE_NONE):
         out.print("worker: none (cache only)")
@@ -143,8 +133,6 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             + (f", blocks of {worker.block_tokens:,} tokens" if worker.block_tokens else ""),
             markup=False,
         )
-        if worker.error:
-            out.print(Text(f"worker was given up: {worker.error}", style="red"))
         _print_worker(out, worker)
     rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
     out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
@@ -167,9 +155,22 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
                 f"[yellow]quarantine:[/] {as_size(tier.quarantined_bytes)} of the {tier_name(tier.tier)} tier: clients "
                 "may still write there, although their reservations have expired; free when they release it or end"
             )
+
+
+def _print_degraded(out: Console, stats: admin_pb2.StatsResponse) -> None:
+    """Prints what an operator has to do something about, first of all."""
     for trouble in stats.troubles:
-        line = f"{trouble.part}, for {duration(trouble.since_s)}: {trouble.what}; {trouble.remedy}"
+        line = f"degraded for {duration(trouble.since_s)}: {trouble.part}: {trouble.what}"
         out.print(Text(line, style="red"))
+        out.print(Text(f"  {trouble.remedy}"))
+    for model in stats.models:
+        if model.worker.error:
+            out.print(Text(f"worker of {model.name} was given up: {model.worker.error}", style="red"))
+    if not stats.models and stats.worker.error:
+        out.print(Text(f"worker was given up: {stats.worker.error}", style="red"))
+    if stats.draining:
+        out.print(Text("the daemon takes no new work", style="yellow"))
+        out.print("  `prefixd undrain` makes it take new work again, unless it is ending")
 
 
 def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
@@ -226,108 +227,6 @@ def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
             duration(session.age_s),
         )
     return made
-
-
-def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None:
-    """Prints a list of prefixes in the given order."""
-    prefixes = [cleaned(prefix) for prefix in prefixes]
-    tiers = (*QUOTA_TIERS, *([Tier.REMOTE.label] if any(prefix.remote_blocks for prefix in prefixes) else []))
-    numbers = ("tokens", "size", *tiers, "idle")
-    groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
-    tenants = ("tenant",) if len({prefix.tenant for prefix in prefixes}) > 1 else ()
-    made = table("prefix", *tenants, "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
-    for prefix in prefixes:
-        made.add_row(
-            prefix.key[:KEY_DIGITS],
-            *([Text(prefix.tenant)] if tenants else []),
-            Text(prefix.namespace_name),
-            f"{prefix.tokens:,}",
-            as_size(prefix.nbytes),
-            *(str(getattr(prefix, f"{tier}_blocks") or "-") for tier in tiers),
-            duration(prefix.idle_s),
-            *([Text(_group_counts(prefix.groups))] if groups else []),
-            _marks(prefix.pinned, prefix.held),
-        )
-    out = console()
-    if not total:
-        out.print("Nothing is cached yet.")
-        return
-    out.print(made)
-    if len(prefixes) < total:
-        out.print(f"{len(prefixes)} of {total} prefixes; --limit {total} shows all")
-
-
-def print_pinned(blocks: int, nbytes: int) -> None:
-    """Prints the total of pinned blocks, if there are any."""
-    if blocks:
-        console().print(f"{blocks:,} blocks pinned, {as_size(nbytes)}")
-
-
-def _marks(pinned: bool, held: int) -> str:
-    return ", ".join([*(["pinned"] if pinned else []), *([f"held {held}x"] if held else [])])
-
-
-def _has_rules(groups: Sequence[admin_pb2.GroupInfo]) -> bool:
-    """True unless there is a single group with full attention."""
-    return len(groups) > 1 or any(group.rule != FULL_ATTENTION for group in groups)
-
-
-def _group_name(group: admin_pb2.GroupInfo) -> str:
-    """Returns `full`, or `full +7` if 8 parts follow one rule."""
-    others = len(group.names) - 1
-    return (group.names[0] if group.names else "") + (f" +{others}" if others > 0 else "")
-
-
-def _group_counts(groups: Sequence[admin_pb2.GroupInfo]) -> str:
-    """Returns the number of cached blocks of each group: `full 10, window 2`."""
-    return ", ".join(f"{_group_name(group)} {group.blocks}" for group in groups) if _has_rules(groups) else ""
-
-
-def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> None:
-    """Prints one prefix, block by block."""
-    inspection = cleaned(inspection)
-    prefix = inspection.prefix
-    out = console()
-    of = f" of {prefix.tenant}" if prefix.tenant not in ("", "default") else ""
-    out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()}){of}"))
-    out.print(
-        f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {as_size(prefix.nbytes)}, idle {duration(prefix.idle_s)}"
-    )
-    if _has_rules(prefix.groups):
-        for group in prefix.groups:
-            each = f"{as_size(group.block_bytes)} a block, {group.blocks} of {prefix.blocks} blocks"
-            out.print(Text(f"{_group_name(group)}: {group.rule}, {each}"))
-    by_group = len(prefix.groups) > 1
-    numbers = ("block", "size", "children")
-    places = [_group_name(group) for group in prefix.groups] if by_group else ["tiers"]
-    columns = ("block", "key", *places, "size", "children", "", *(["token ids"] if tokens else []))
-    made = table(*columns, right=numbers, fold=("token ids",))
-    for block in inspection.blocks:
-        made.add_row(
-            str(block.index),
-            block.key[:KEY_DIGITS],
-            *(_tier_names_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
-            as_size(block.nbytes),
-            str(block.children),
-            ", ".join(filter(None, [_marks(block.pinned, block.held), _priority(block)])),
-            *([" ".join(map(str, block.token_ids))] if tokens else []),
-        )
-    out.print(made)
-
-
-def _priority(block: admin_pb2.BlockInfo) -> str:
-    """Returns `priority 50 for 1:00:00`; empty for priority 0."""
-    until = f" for {duration(block.priority_s)}" if block.HasField("priority_s") else ""
-    return f"priority {block.priority}{until}" if block.priority else ""
-
-
-def _tier_names(tiers: Iterable[int]) -> str:
-    return " ".join(tier_name(tier) for tier in tiers)
-
-
-def _tier_names_by_group(block: admin_pb2.BlockInfo, groups: int) -> list[str]:
-    """Returns for each KV group the tiers that have its part of the block: `cpu disk`, or `-`."""
-    return [_tier_names(entry.tier for entry in block.there if group in entry.groups) or "-" for group in range(groups)]
 
 
 def print_verification(

@@ -126,7 +126,8 @@ class Session:
         reason = f"the daemon at {self.connection.address} ended the session"
         try:
             while (event := await self._stream.read()) is not _END:
-                self.draining = self.draining or event.WhichOneof("event") == "draining"
+                if (kind := event.WhichOneof("event")) in ("draining", "undrained"):
+                    self.draining = kind == "draining"
         except grpc.aio.AioRpcError as error:
             reason = f"{reason}: {error.details() or error.code().name}"
         self._lose(reason)

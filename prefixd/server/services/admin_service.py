@@ -24,6 +24,7 @@ from prefixd.server.rpc.receiving import current_caller
 from prefixd.server.services.prefix_info import inspect_prefix
 from prefixd.server.services.prefix_keys import find_prefix
 from prefixd.server.services.prefix_pages import list_prefixes
+from prefixd.server.services.prompt_lookup import PromptLookup
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2
@@ -42,6 +43,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         cache: the cache.
         snapshot: the figures of `Stats`.
         drain: drains the daemon; with True it ends the daemon afterwards. Returns (blocks written, requests finished).
+        undrain: makes it take new work again; returns False if it was not drained. Raises PreconditionError.
+        prompts: finds prompts, and reads blocks as text.
         tier_resize: resizes the GPU tier; None in a sidecar, which has none.
         tenants: figures and quotas of tenants.
         audit: logs what operators change.
@@ -52,6 +55,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         cache: TieredCache,
         snapshot: Snapshot,
         drain: Callable[[bool], Awaitable[tuple[int, int]]],
+        undrain: Callable[[], bool],
+        prompts: PromptLookup,
         tier_resize: TierResize | None = None,
         *,
         tenants: TenantFigures,
@@ -62,6 +67,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._cache = cache
         self._snapshot = snapshot
         self._drain = drain
+        self._undrain = undrain
+        self._prompts = prompts
         self._tier_resize = tier_resize
 
     @unary
@@ -71,13 +78,21 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def ListPrefixes(self, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
-        """Lists the ends of cached prefixes, most recently used first."""
+        """Lists the ends of cached prefixes in the order that is asked for."""
         return await list_prefixes(self._cache, request)
 
     @unary
     async def Inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
         """Describes one prefix, block by block."""
-        return await inspect_prefix(self._cache, request)
+        answer = await inspect_prefix(self._cache, request)
+        if request.text:
+            await self._prompts.add_text(answer)
+        return answer
+
+    @unary
+    async def FindPrefix(self, request: pb.FindPrefixRequest) -> pb.FindPrefixResponse:
+        """Finds the longest cached prefix of a prompt."""
+        return await self._prompts.find(request)
 
     @unary
     async def Pin(self, request: pb.PinRequest) -> pb.PinResponse:
@@ -160,6 +175,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         written, finished = await self._drain(request.shutdown)
         return pb.DrainResponse(written_blocks=written, finished_requests=finished)
 
+    @unary
+    async def Undrain(self, request: pb.UndrainRequest) -> pb.UndrainResponse:
+        """Makes the daemon take new work again."""
+        was_draining = self._undrain()
+        self._told("undrained")
+        return pb.UndrainResponse(was_draining=was_draining)
+
     @streaming
     async def Verify(self, request: pb.VerifyRequest) -> AsyncGenerator[pb.VerifyProgress, None]:
         """Checks every block on disk."""
@@ -192,7 +214,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if not 0 <= request.wait_s < math.inf:
             raise InvalidArgumentError(f"wait_s = {request.wait_s:g}; give a number of seconds, or 0 for {_WAIT_S:g}")
         if self._snapshot.draining.is_set():
-            raise PreconditionError("the daemon drains; resize the gpu tier when it has been started again")
+            raise PreconditionError("the daemon drains; resize the gpu tier after `prefixd undrain` or its next start")
         progress = None
         try:
             async with aclosing(self._tier_resize.resize(request.nbytes, request.wait_s or _WAIT_S)) as steps:

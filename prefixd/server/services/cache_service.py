@@ -34,6 +34,7 @@ from prefixd.cache.sessions.leasing import NO_OFFSET, Asked, BlockTiers
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd.observability.request_log import RequestLog
 from prefixd.observability.request_record import Kind, RequestRecord, StageName
+from prefixd.server.draining import Draining
 from prefixd.server.kv_events import Watches
 from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import deliver, granting, unary
@@ -72,7 +73,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self,
         cache: TieredCache,
         memory_socket: Path | None,
-        draining: asyncio.Event,
+        draining: Draining,
         records: RequestLog | None = None,
     ) -> None:
         self._cache = cache
@@ -117,12 +118,19 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                     tenant=session.tenant.name,
                 )
             )
-            draining, closing = (asyncio.create_task(event.wait()) for event in (self._draining, self.closing))
-            waits = [draining, closing]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not closing.done():
-                yield pb.SessionEvent(draining=pb.SessionDraining())
-                await closing
+            closing = asyncio.create_task(self.closing.wait())
+            drains = True
+            while not closing.done():
+                change = self._draining.wait() if drains else self._draining.wait_over()
+                waits = [asyncio.create_task(change), closing]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if closing.done():
+                    break
+                if drains:
+                    yield pb.SessionEvent(draining=pb.SessionDraining())
+                else:
+                    yield pb.SessionEvent(undrained=pb.SessionUndrained())
+                drains = not drains
         finally:
             for wait in waits:
                 wait.cancel()

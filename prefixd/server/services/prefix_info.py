@@ -73,6 +73,7 @@ async def describe(
         held=held,
         groups=groups.describe(namespace),
         tenant=namespace.spec.tenant,
+        hits=int(trie.hits[row]),
     )
 
 

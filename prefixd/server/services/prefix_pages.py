@@ -1,4 +1,4 @@
-"""Lists the prefixes of all tries in pages, most recently used first.
+"""Lists the prefixes of all tries in pages: the most recently used, the largest, or those with most hits first.
 
 A list goes through the columns of the tries one slice of rows at a time, and other tasks change the tries in between.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,24 +24,53 @@ from prefixd.v1 import admin_pb2 as pb
 DEFAULT_LIMIT = 100
 _PAGE_BYTES = 8 << 20  # above this a page ends early: the names of groups can be long
 _SLICE_ROWS = 1 << 14
-_TOKEN = struct.Struct("<dIQ")  # of the page's last prefix: when it was used, its trie's ordinal and its row
+_TOKEN = struct.Struct("<dIQ")  # of the page's last prefix: its place in the order, its trie's ordinal and its row
+Values = npt.NDArray[np.float64]
+"""By which prefixes are ordered, the highest first."""
+
+
+def _last_used(trie: Trie, rows: Rows) -> Values:
+    return trie.last_used[rows]
+
+
+def _size(trie: Trie, rows: Rows) -> Values:
+    """The bytes of all blocks of each prefix, also where a group's rule needs fewer."""
+    return (trie.depth[rows] + 1).astype(np.float64) * sum(trie.part_bytes)
+
+
+def _hits(trie: Trie, rows: Rows) -> Values:
+    return trie.hits[rows].astype(np.float64)
+
+
+_ORDERS: dict[int, Callable[[Trie, Rows], Values]] = {
+    pb.ListPrefixesRequest.ORDER_LAST_USE: _last_used,
+    pb.ListPrefixesRequest.ORDER_SIZE: _size,
+    pb.ListPrefixesRequest.ORDER_HITS: _hits,
+}
 
 
 async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
-    """Returns one page of the prefixes in all tries, most recently used first.
+    """Returns one page of the prefixes in all tries, in the order that is asked for.
 
     Raises:
-        InvalidArgumentError: the page is too large, or the page token is invalid.
+        InvalidArgumentError: the page is too large, or the page token or the order is invalid.
         NotFoundError: there is no such namespace.
     """
     limit = page_limit(request.limit, DEFAULT_LIMIT)
     only = cache.namespaces.get(request.namespace_id).ordinal if request.namespace_id else None
-    page = _Page(limit, _parse_token(request.page_token) if request.page_token else None)
+    values = _ORDERS.get(request.order)
+    if values is None:
+        raise InvalidArgumentError(f"order {request.order} is none; choose one of ListPrefixesRequest.Order")
+    by_hits = request.order == pb.ListPrefixesRequest.ORDER_HITS
+    page = _Page(limit, values, _parse_token(request.page_token) if request.page_token else None)
     pinned_blocks = pinned_bytes = 0
     for trie in list(cache.tries):
-        continued = await _find_continued(trie)
+        continued = None if by_hits else await _find_continued(trie)
         for start in range(0, trie.rows, _SLICE_ROWS):
-            page.offer(trie, _find_ends(trie, continued, start, only))
+            if continued is None:
+                page.offer(trie, _find_hit(trie, start, only))
+            else:
+                page.offer(trie, _find_ends(trie, continued, start, only))
             pinned = _find_pinned(trie, start, only)
             pinned_blocks += len(pinned)
             pinned_bytes += int(trie.group_bytes[trie.groups_there(pinned)].sum())
@@ -68,44 +98,46 @@ async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> 
 
 @dataclass(slots=True)
 class _Page:
-    """The `limit` most recently used ends of prefixes after the page before. Ends are offered by ordinal and row.
+    """The `limit` ends of prefixes with the highest values after the page before. They are offered by ordinal and row.
 
     Attributes:
         limit: most ends of the page.
-        after: when the last end of the page before was used, its trie's ordinal and its row; None: the first page.
+        values: the value of each of some rows.
+        after: the value of the last end of the page before, its trie's ordinal and its row; None: the first page.
         total: number of ends that were offered.
     """
 
     limit: int
+    values: Callable[[Trie, Rows], Values]
     after: tuple[float, int, int] | None
     total: int = 0
     _left: bool = False
-    _used: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0, np.float64))
+    _best: Values = field(default_factory=lambda: np.empty(0, np.float64))
     _ordinal: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _row: Rows = field(default_factory=lambda: np.empty(0, np.int64))
     _generation: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def offer(self, trie: Trie, rows: Rows) -> None:
-        """Adds ends of a trie. An end that was used at the same time as an earlier one stands behind it."""
+        """Adds ends of a trie. An end with the same value as an earlier one stands behind it."""
         self.total += len(rows)
-        used = trie.last_used[rows]
+        values = self.values(trie, rows)
         if self.after is not None:
-            last_used, ordinal, row = self.after
-            behind = used < last_used
+            last, ordinal, row = self.after
+            behind = values < last
             if trie.ordinal >= ordinal:
-                behind |= (used == last_used) & ((rows > row) | (trie.ordinal > ordinal))
-            rows, used = rows[behind], used[behind]
-        if len(self._used) == self.limit:
-            better = used > self._used[-1]
+                behind |= (values == last) & ((rows > row) | (trie.ordinal > ordinal))
+            rows, values = rows[behind], values[behind]
+        if len(self._best) == self.limit:
+            better = values > self._best[-1]
             self._left |= not better.all()
-            rows, used = rows[better], used[better]
+            rows, values = rows[better], values[better]
         if not len(rows):
             return
-        used = np.concatenate([self._used, used])
-        best = np.argsort(-used, kind="stable")
+        values = np.concatenate([self._best, values])
+        best = np.argsort(-values, kind="stable")
         self._left |= len(best) > self.limit
         best = best[: self.limit]
-        self._used = used[best]
+        self._best = values[best]
         self._ordinal = np.concatenate([self._ordinal, np.full(len(rows), trie.ordinal)])[best]
         self._row = np.concatenate([self._row, rows])[best]
         self._generation = np.concatenate([self._generation, trie.generation[rows]])[best]
@@ -119,7 +151,7 @@ class _Page:
         """Returns the token of the page that follows the first `prefixes` of this page's; empty if there is none."""
         if not self._left and prefixes == len(self._row):
             return b""
-        return _TOKEN.pack(self._used[prefixes - 1], self._ordinal[prefixes - 1], self._row[prefixes - 1])
+        return _TOKEN.pack(self._best[prefixes - 1], self._ordinal[prefixes - 1], self._row[prefixes - 1])
 
 
 async def _find_continued(trie: Trie) -> npt.NDArray[np.bool_]:
@@ -151,6 +183,14 @@ def _find_ends(trie: Trie, continued: npt.NDArray[np.bool_], start: int, namespa
     return start + np.flatnonzero(chosen)
 
 
+def _find_hit(trie: Trie, start: int, namespace: int | None) -> Rows:
+    """Returns the blocks in one slice of rows that some tier has and with which a prompt's cached prefix has ended."""
+    rows = slice(start, min(start + _SLICE_ROWS, trie.rows))
+    chosen = (trie.hits[rows] > 0) & (trie.nearest[rows] < TIERS)
+    chosen &= trie.namespace[rows] >= 0 if namespace is None else trie.namespace[rows] == namespace
+    return start + np.flatnonzero(chosen)
+
+
 def _find_pinned(trie: Trie, start: int, namespace: int | None) -> Rows:
     """Returns the pinned blocks in one slice of rows, of one namespace or of all."""
     rows = start + np.flatnonzero(trie.pinned[start : min(start + _SLICE_ROWS, trie.rows)])
@@ -161,7 +201,7 @@ def _parse_token(token: bytes) -> tuple[float, int, int]:
     wrong = f"page_token {token[:32].hex()} is none; send next_page_token of the page before, or nothing"
     if len(token) != _TOKEN.size:
         raise InvalidArgumentError(wrong)
-    used, ordinal, row = _TOKEN.unpack(token)
-    if not math.isfinite(used):
+    value, ordinal, row = _TOKEN.unpack(token)
+    if not math.isfinite(value):
         raise InvalidArgumentError(wrong)
-    return used, ordinal, row
+    return value, ordinal, row

@@ -124,6 +124,8 @@ class HandOver:
         record.handed_over_s = record.handed_over_s or now_s
         if not request.resumed:
             self._count_hits(request, len(rows))
+            if len(rows):
+                request.trie.hits[rows[-1]] += 1
         computed = request.chain.tokens - len(rows) * request.trie.block_tokens
         request.enter_phase(StageName.PREFILL, now_s, computed_tokens=computed)
         record.wait_for(None, now_s)

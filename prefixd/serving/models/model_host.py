@@ -179,6 +179,14 @@ class ModelHost:
             raise UnavailableError(f"the worker was given up: {self.worker.failure}")
         return replace(model, frames=self._cache.tiers.frames.attainable)
 
+    @property
+    def loaded(self) -> ServedModel | None:
+        """The model, as it was when it was loaded; None before that, and if it cannot be served."""
+        task = self._model
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
+
     async def _load(self) -> ServedModel:
         draft, data_dir = self._settings.worker.draft_model, self._settings.data_dir
         try:

@@ -90,6 +90,10 @@ class TextCodec:
             raise Stopped
         return np.array(self._backend.encode_batch_fast([text])[0].ids, np.uint32)
 
+    def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each sequence of ids, with special tokens: for people, since characters may be cut in two."""
+        return list(self._backend.decode_batch(list(map(list, sequences)), skip_special_tokens=False))
+
     def stream(self) -> TextStream:
         """A decoder for one request's output."""
         return TextStream(self._backend, self._special)

@@ -16,6 +16,7 @@ from prefixd.cli.app import app
 from prefixd.cli.failures import CommandFailed
 from prefixd.cli.machine_checks import Check
 from prefixd.cli.output import json_values as plain
+from prefixd.cli.output import prefix_tables
 from prefixd.cli.output import tables as render
 from prefixd.cli.output.terminal import LogFormatter, cleaned, shown
 from prefixd.cli.output.transcript import Transcript
@@ -67,8 +68,8 @@ def evil(message: Message) -> Message:
 
 PRINTED: dict[str, Callable[[], object]] = {
     "stats": lambda: render.print_stats(evil(pb.StatsResponse())),  # type: ignore[arg-type]
-    "prefixes": lambda: render.print_prefixes([evil(pb.PrefixInfo())], 1),  # type: ignore[list-item]
-    "inspection": lambda: render.print_inspection(evil(pb.InspectResponse()), tokens=True),  # type: ignore[arg-type]
+    "prefixes": lambda: prefix_tables.print_prefixes([evil(pb.PrefixInfo())], 1),  # type: ignore[list-item]
+    "inspection": lambda: prefix_tables.print_inspection(evil(pb.InspectResponse()), tokens=True),  # type: ignore[arg-type]
     "verification": lambda: render.print_verification(
         pb.VerifyProgress(),
         [evil(pb.DamagedBlock())],  # type: ignore[list-item]

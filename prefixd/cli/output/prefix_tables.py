@@ -1,0 +1,124 @@
+"""Prints cached prefixes as tables, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.text import Text
+
+from prefixd.base.rules.rules import FULL_ATTENTION
+from prefixd.base.sizes import as_size
+from prefixd.base.tiers import QUOTA_TIERS, Tier
+from prefixd.cli.output.grid import console, duration, table, tier_name
+from prefixd.cli.output.terminal import cleaned
+from prefixd.v1 import admin_pb2
+
+KEY_DIGITS = 12
+
+
+def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int, *, by_hits: bool = False) -> None:
+    """Prints a list of prefixes in the given order; `by_hits`: it has only prefixes that prompts have found."""
+    prefixes = [cleaned(prefix) for prefix in prefixes]
+    tiers = (*QUOTA_TIERS, *([Tier.REMOTE.label] if any(prefix.remote_blocks for prefix in prefixes) else []))
+    hits = ("hits",) if any(prefix.hits for prefix in prefixes) else ()
+    numbers = ("tokens", "size", *tiers, *hits, "idle")
+    groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
+    tenants = ("tenant",) if len({prefix.tenant for prefix in prefixes}) > 1 else ()
+    made = table("prefix", *tenants, "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
+    for prefix in prefixes:
+        made.add_row(
+            prefix.key[:KEY_DIGITS],
+            *([Text(prefix.tenant)] if tenants else []),
+            Text(prefix.namespace_name),
+            f"{prefix.tokens:,}",
+            as_size(prefix.nbytes),
+            *(str(getattr(prefix, f"{tier}_blocks") or "-") for tier in tiers),
+            *([f"{prefix.hits:,}" if prefix.hits else "-"] if hits else []),
+            duration(prefix.idle_s),
+            *([Text(_group_counts(prefix.groups))] if groups else []),
+            _marks(prefix.pinned, prefix.held),
+        )
+    out = console()
+    if not total:
+        out.print("No prompt has found a cached prefix yet." if by_hits else "Nothing is cached yet.")
+        return
+    out.print(made)
+    if len(prefixes) < total:
+        out.print(f"{len(prefixes)} of {total} prefixes; --limit {total} shows all")
+
+
+def print_pinned(blocks: int, nbytes: int) -> None:
+    """Prints the total of pinned blocks, if there are any."""
+    if blocks:
+        console().print(f"{blocks:,} blocks pinned, {as_size(nbytes)}")
+
+
+def _marks(pinned: bool, held: int) -> str:
+    return ", ".join([*(["pinned"] if pinned else []), *([f"held {held}x"] if held else [])])
+
+
+def _has_rules(groups: Sequence[admin_pb2.GroupInfo]) -> bool:
+    """True unless there is a single group with full attention."""
+    return len(groups) > 1 or any(group.rule != FULL_ATTENTION for group in groups)
+
+
+def _group_name(group: admin_pb2.GroupInfo) -> str:
+    """Returns `full`, or `full +7` if 8 parts follow one rule."""
+    others = len(group.names) - 1
+    return (group.names[0] if group.names else "") + (f" +{others}" if others > 0 else "")
+
+
+def _group_counts(groups: Sequence[admin_pb2.GroupInfo]) -> str:
+    """Returns the number of cached blocks of each group: `full 10, window 2`."""
+    return ", ".join(f"{_group_name(group)} {group.blocks}" for group in groups) if _has_rules(groups) else ""
+
+
+def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool, text: bool = False) -> None:
+    """Prints one prefix, block by block; with the ids of its tokens, and their text as far as the daemon sent it."""
+    inspection = cleaned(inspection)
+    prefix = inspection.prefix
+    out = console()
+    of = f" of {prefix.tenant}" if prefix.tenant not in ("", "default") else ""
+    out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()}){of}"))
+    hits = f", {prefix.hits:,} hits" if prefix.hits else ""
+    out.print(
+        f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {as_size(prefix.nbytes)}, "
+        f"idle {duration(prefix.idle_s)}{hits}"
+    )
+    if _has_rules(prefix.groups):
+        for group in prefix.groups:
+            each = f"{as_size(group.block_bytes)} a block, {group.blocks} of {prefix.blocks} blocks"
+            out.print(Text(f"{_group_name(group)}: {group.rule}, {each}"))
+    by_group = len(prefix.groups) > 1
+    numbers = ("block", "size", "children")
+    places = [_group_name(group) for group in prefix.groups] if by_group else ["tiers"]
+    text = text and any(block.HasField("text") for block in inspection.blocks)
+    more = (*(["token ids"] if tokens else []), *(["text"] if text else []))
+    made = table("block", "key", *places, "size", "children", "", *more, right=numbers, fold=more)
+    for block in inspection.blocks:
+        made.add_row(
+            str(block.index),
+            block.key[:KEY_DIGITS],
+            *(_tier_names_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
+            as_size(block.nbytes),
+            str(block.children),
+            ", ".join(filter(None, [_marks(block.pinned, block.held), _priority(block)])),
+            *([" ".join(map(str, block.token_ids))] if tokens else []),
+            *([Text(block.text)] if text else []),
+        )
+    out.print(made)
+
+
+def _priority(block: admin_pb2.BlockInfo) -> str:
+    """Returns `priority 50 for 1:00:00`; empty for priority 0."""
+    until = f" for {duration(block.priority_s)}" if block.HasField("priority_s") else ""
+    return f"priority {block.priority}{until}" if block.priority else ""
+
+
+def _tier_names(tiers: Iterable[int]) -> str:
+    return " ".join(tier_name(tier) for tier in tiers)
+
+
+def _tier_names_by_group(block: admin_pb2.BlockInfo, groups: int) -> list[str]:
+    """Returns for each KV group the tiers that have its part of the block: `cpu disk`, or `-`."""
+    return [_tier_names(entry.tier for entry in block.there if group in entry.groups) or "-" for group in range(groups)]

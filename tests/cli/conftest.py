@@ -138,6 +138,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             disk_blocks=2,
             idle_s=3,
             pinned=True,
+            hits=41,
         )
         return admin_pb2.ListPrefixesResponse(prefixes=[prefix], total=7, pinned_blocks=32, pinned_bytes=8 << 20)
 
@@ -153,6 +154,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             token_ids=[1000, 1001, 1002],
             priority=50,
             priority_s=3600,
+            text="Once upon" if request.text else None,
         )
         return admin_pb2.InspectResponse(
             prefix=admin_pb2.PrefixInfo(key=KEY, namespace_name="tiny-llama", blocks=1, tokens=16),
@@ -190,6 +192,14 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
     def Drain(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:
         self._note(request, context)
         return admin_pb2.DrainResponse(written_blocks=5, finished_requests=1)
+
+    def Undrain(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.UndrainResponse:
+        self._note(request, context)
+        return admin_pb2.UndrainResponse(was_draining=True)
+
+    def FindPrefix(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.FindPrefixResponse:
+        self._note(request, context)
+        return admin_pb2.FindPrefixResponse(key=f"{NAMESPACE.hex()}/{KEY}", tokens=512, prompt_tokens=530)
 
     def CheckIntegrity(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.CheckIntegrityResponse:
         self._note(request, context)

@@ -111,6 +111,28 @@ def test_what_is_cached_can_be_seen_pinned_and_dropped(serving: object, prefixd:
     assert gone.returncode == 1 and key in gone.stderr and gone.stderr.count("\n") == 1
 
 
+def test_a_prompt_is_looked_up_as_text_and_its_hits_are_counted(serving: object, prefixd: Prefixd) -> None:
+    text = "All happy families are alike. " * 3
+    for _ in range(2):
+        assert prefixd("generate", text, "--max-tokens", "2").returncode == 0
+    inspected = answer(prefixd("inspect", "--prompt", text, "--text", "--json"))
+    assert "".join(block["text"] for block in inspected["blocks"]) == text[: inspected["prefix"]["tokens"]]
+    assert inspected["prefix"]["hits"] == 1
+    assert inspected["prefix"]["key"] in {
+        each["key"] for each in answer(prefixd("ls", "--by", "hits", "--json"))["prefixes"]
+    }
+    unknown = prefixd("pin", "--prompt", "never sent before, so nothing is cached")
+    assert unknown.returncode == 1 and "nothing of the prompt's" in unknown.stderr
+
+
+def test_a_drained_daemon_takes_work_again(serving: object, prefixd: Prefixd) -> None:
+    assert prefixd("drain").returncode == 0
+    refused = prefixd("generate", PROMPT)
+    assert refused.returncode == 1 and "drain" in refused.stderr
+    assert answer(prefixd("undrain", "--json")) == {"was_draining": True}
+    assert prefixd("generate", PROMPT, "--max-tokens", "2").returncode == 0
+
+
 def test_stats_and_flush(serving: object, prefixd: Prefixd) -> None:
     assert prefixd("generate", PROMPT, "--max-tokens", "2").returncode == 0
     answer(prefixd("flush", "--json"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,6 +33,7 @@ COMMANDS = [
     "evict",
     "flush",
     "drain",
+    "undrain",
     "recover",
     "verify",
     "doctor",
@@ -117,7 +120,7 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "lost_blocks.checksum",
         "quarantine: 3.0 MiB",
         "gpu tier: from 1.0 GiB to 12.0 GiB, now 6.0 GiB, on its way to 8.0 GiB; last change: requests need it",
-        "disk tier, for 0:01:30: the file system is full; free space",
+        "degraded for 0:01:30: disk tier: the file system is full free space",
         "48.0 MiB memory that namespaces take",
         "9,000 KV events published",
         "scrub.damaged_blocks",
@@ -290,7 +293,83 @@ def test_evict_wants_exactly_one_thing(cli: Cli, daemon: Any) -> None:
     for arguments in ([], [KEY, "--all"], ["--all", "--namespace", "x"]):
         result = cli("evict", *arguments, "--address", daemon.address)
         assert result.exit_code == 2
-        assert "give one of KEY, --namespace or --all" in result.stderr
+        assert result.stderr == "prefixd: give one of KEY, a prompt, --namespace or --all\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "pin", "unpin", "evict"])
+def test_a_prefix_can_be_named_by_a_prompt(cli: Cli, daemon: Any, tmp_path: Path, command: str) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Once upon a time")
+    named = f"{NAMESPACE.hex()}/{KEY}"
+    for arguments, asked in (
+        (["--prompt", "Once"], {"text": "Once"}),
+        (["--prompt-file", str(file), "--model", "m"], {"text": "Once upon a time", "model": "m"}),
+        (["--token-ids", "1,2", "--namespace", NAMESPACE.hex()], {"token_ids": b"\1\0\0\0\2\0\0\0"}),
+    ):
+        result = cli(command, *arguments, "--address", daemon.address)
+        assert result.exit_code == 0, result.stderr
+        assert "512 of the prompt's 530 tokens are cached" in result.stderr
+        found = daemon.requests[-2]
+        assert {field.name: value for field, value in found.ListFields() if field.name != "namespace_id"} == asked
+        assert found.namespace_id == (NAMESPACE if "--namespace" in arguments else b"")
+        assert daemon.last().key == named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give one of KEY, --prompt, --prompt-file and --token-ids"),
+        ([KEY, "--prompt", "x"], "give one of KEY"),
+        (["--token-ids", "one"], "write ids such as 1,2,3"),
+        (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_prefix_that_is_not_named_well_is_refused(cli: Cli, daemon: Any, arguments: list[str], words: str) -> None:
+    result = cli("pin", *arguments, "--address", daemon.address)
+    assert result.exit_code in (1, 2) and words in result.stderr and not result.stdout
+
+
+def test_inspect_shows_text_where_the_daemon_has_the_tokenizer(cli: Cli, daemon: Any) -> None:
+    assert "Once upon" in cli("inspect", KEY, "--text", "--address", daemon.address).stdout
+    assert daemon.last().text
+    assert "Once upon" not in cli("inspect", KEY, "--address", daemon.address).stdout
+
+
+@pytest.mark.parametrize("by", ["last-use", "size", "hits"])
+def test_ls_in_each_order(cli: Cli, daemon: Any, by: str) -> None:
+    result = cli("ls", "--by", by, "--address", daemon.address)
+    assert result.exit_code == 0 and " 41 " in result.stdout
+    assert daemon.last().order == ["last-use", "size", "hits"].index(by)
+    assert cli("ls", "--by", "name", "--address", daemon.address).exit_code == 2
+
+
+def test_degraded_parts_are_the_first_that_stats_shows(cli: Cli, daemon: Any) -> None:
+    daemon.worker_error = "its device was lost"
+    lines = [line.strip() for line in cli("stats", "--address", daemon.address).stdout.splitlines()]
+    assert lines[1:4] == [
+        "degraded for 0:01:30: disk tier: the file system is full",
+        "free space",
+        "worker was given up: its device was lost",
+    ]
+
+
+def test_stats_again_and_again(cli: Cli, daemon: Any) -> None:
+    def fail_later() -> None:
+        daemon.failure = grpc.StatusCode.UNAVAILABLE, "the daemon ends"
+
+    timer = threading.Timer(0.5, fail_later)
+    timer.start()
+    result = cli("stats", "--watch", "0.1", "--json", "--address", daemon.address)
+    timer.join()
+    assert result.exit_code == 1
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(lines) > 1 and all(line["version"] == "0.1.0" for line in lines)
+    refused = cli("stats", "5", "--address", daemon.address)
+    assert refused.exit_code == 2 and "prefixd stats --watch 5" in refused.stderr
+
+
+def test_undrain(cli: Cli, daemon: Any) -> None:
+    assert cli("undrain", "--address", daemon.address).stdout == "the daemon takes new work again\n"
 
 
 def test_flush_and_drain(cli: Cli, daemon: Any) -> None:

@@ -454,6 +454,10 @@ async def test_a_draining_daemon_tells_and_refuses(own_daemon: DaemonProcess, sp
             assert lease.view(0).nbytes == 96
         with pytest.raises(ServerUnavailable):
             await cache.store(TOKENS + 100, KV)
+        assert (await client.undrain()).was_draining
+        await until(lambda: not client.draining)
+        await cache.store(TOKENS + 100, KV)
+        assert not (await client.undrain()).was_draining
 
 
 async def test_after_a_commit_that_failed_nothing_here_writes_to_the_slots(

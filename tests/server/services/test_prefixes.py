@@ -8,6 +8,7 @@ import math
 import struct
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,11 +52,11 @@ def enter(cache: TieredCache, namespace: int, blocks: int, used_s: float, parent
     return rows
 
 
-async def all_pages(cache: TieredCache, limit: int, namespace_id: bytes = b"") -> list[pb.PrefixInfo]:
+async def all_pages(cache: TieredCache, limit: int, namespace_id: bytes = b"", **more: Any) -> list[pb.PrefixInfo]:
     found: list[pb.PrefixInfo] = []
     token = b""
     while True:
-        request = pb.ListPrefixesRequest(limit=limit, page_token=token, namespace_id=namespace_id)
+        request = pb.ListPrefixesRequest(limit=limit, page_token=token, namespace_id=namespace_id, **more)
         page = await list_prefixes(cache, request)
         assert len(page.prefixes) == limit or not page.next_page_token
         found += page.prefixes
@@ -156,6 +157,7 @@ async def test_what_was_listed_counts_its_blocks(cache: TieredCache) -> None:
         pb.ListPrefixesRequest(limit=LIMIT + 1),
         pb.ListPrefixesRequest(limit=(1 << 32) - 1),
         pb.ListPrefixesRequest(page_token=b"x"),
+        pb.ListPrefixesRequest(order=9),  # type: ignore[arg-type]
         pb.ListPrefixesRequest(page_token=bytes(21)),
         pb.ListPrefixesRequest(page_token=struct.pack("<dIQ", math.nan, 0, 0)),
         pb.ListPrefixesRequest(page_token=struct.pack("<dIQ", math.inf, 0, 0)),
@@ -337,3 +339,33 @@ async def test_a_namespace_with_one_group_is_shown_as_ever(cache: TieredCache) -
     assert [(list(block.tiers), block.nbytes) for block in shown.blocks] == [([CPU + 1], 4096)] * 2
     (group,) = shown.prefix.groups
     assert (group.rule, group.blocks, shown.prefix.nbytes) == ("full attention", 2, 8192)
+
+
+@pytest.mark.parametrize("limit", [2, 50])
+async def test_the_largest_or_those_with_most_hits_come_first(cache: TieredCache, limit: int) -> None:
+    rng = np.random.default_rng(limit)
+    sizes: list[tuple[int, int, int, str]] = []
+    hits: list[tuple[int, int, int, str]] = []
+    for number in range(20):
+        namespace, count = number % 3, int(rng.integers(0, 4))
+        rows = enter(cache, namespace, int(rng.integers(1, 6)), 1.0)
+        trie = cache.trie(cache.namespaces.at(namespace))
+        sizes.append((-len(rows), trie.ordinal, int(rows[-1]), trie.key(int(rows[-1])).hex()))
+        middle = int(rows[len(rows) // 2])  # where another prompt left this one
+        trie.hits[middle] = count
+        if count:
+            hits.append((-count, trie.ordinal, middle, trie.key(middle).hex()))
+    largest = await all_pages(cache, limit, order=pb.ListPrefixesRequest.ORDER_SIZE)
+    assert keys(largest) == [key for *_, key in sorted(sizes)]
+    found = await all_pages(cache, limit, order=pb.ListPrefixesRequest.ORDER_HITS)
+    assert [(-info.hits, info.key) for info in found] == [(count, key) for count, _, _, key in sorted(hits)]
+
+
+async def test_a_row_that_is_used_again_has_no_hits(cache: TieredCache) -> None:
+    rows = enter(cache, 0, 2, 1.0)
+    trie = cache.trie(cache.namespaces.at(0))
+    trie.hits[rows] = 7
+    trie.drop_copies(rows, CPU)
+    trie.remove_all(rows)
+    again = enter(cache, 0, 2, 2.0)
+    assert set(again.tolist()) == set(rows.tolist()) and not trie.hits[again].any()

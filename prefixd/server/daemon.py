@@ -24,7 +24,8 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
 from prefixd.server.access.socket_access import private_umask
 from prefixd.server.background_tasks import BackgroundTasks
-from prefixd.server.draining import Drain, Draining
+from prefixd.server.drain_state import Draining
+from prefixd.server.draining import Drain
 from prefixd.server.figures.disk_wear import DiskWear
 from prefixd.server.figures.figure_pages import FigurePages
 from prefixd.server.figures.history import Counters, History

@@ -8,32 +8,10 @@ from collections.abc import Callable
 
 from prefixd.base.errors import PreconditionError, UnavailableError
 from prefixd.cache import TieredCache
+from prefixd.server.drain_state import Draining
 from prefixd.serving.models.models import Models
 
 log = logging.getLogger(__name__)
-
-
-class Draining(asyncio.Event):
-    """Set while the daemon takes no new work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._over = asyncio.Event()
-        self._over.set()
-
-    def set(self) -> None:
-        """Takes no new work from now on."""
-        self._over.clear()
-        super().set()
-
-    def clear(self) -> None:
-        """Takes new work again."""
-        super().clear()
-        self._over.set()
-
-    async def wait_over(self) -> bool:
-        """Waits until the daemon takes new work; returns True."""
-        return await self._over.wait()
 
 
 class Drain:

@@ -19,7 +19,7 @@ from prefixd.client import Client, ClientError
 from prefixd.client import NamespaceSpec as ClientSpec
 from prefixd.client import PartSpec as ClientPart
 from prefixd.server.access.identities import Caller
-from prefixd.server.draining import Draining
+from prefixd.server.drain_state import Draining
 from prefixd.server.kv_events import BlockWatch
 from prefixd.server.kv_events.loop_share import LoopShare
 from prefixd.server.services.cache_service import PrefixCacheService

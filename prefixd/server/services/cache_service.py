@@ -34,7 +34,7 @@ from prefixd.cache.sessions.leasing import NO_OFFSET, Asked, BlockTiers
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd.observability.request_log import RequestLog
 from prefixd.observability.request_record import Kind, RequestRecord, StageName
-from prefixd.server.draining import Draining
+from prefixd.server.drain_state import Draining
 from prefixd.server.kv_events import Watches
 from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import deliver, granting, unary

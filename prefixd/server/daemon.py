@@ -305,7 +305,7 @@ class Daemon:
         except SwapError as error:
             raise ConfigError(f"server.metrics = {server.metrics}: {error}") from error
         stack.callback(pages.close)
-        operator = OperatorRoutes(pages, self._health_status.not_ready)
+        operator = OperatorRoutes(pages, self.records, self._health_status.not_ready)
         ports = HttpPorts(server, listeners.identities, listeners.limits.refusals, self._audit, operator)
         stack.push_async_callback(ports.close, _CLOSE_S)
         return await ports.open_metrics(), await ports.open_users(lambda callers: [])

@@ -1,4 +1,4 @@
-"""What operators and their machines ask for over HTTP: metrics, health, figures."""
+"""What operators and their machines ask for over HTTP: metrics, health, figures and a page for people."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from prefixd.observability.request_log import RequestLog
 from prefixd.server.figures.figure_pages import FigurePages
 from prefixd.server.http.http_callers import HttpCallers
+from prefixd.server.http.operator_page import OperatorPage
+from prefixd.server.http.recent_requests import recent_requests
 
 _NEVER_STORED = {"Cache-Control": "no-store"}
 
@@ -20,15 +23,19 @@ class OperatorRoutes:
     """The routes of the operators, at their own port and at the users'.
 
     `/healthz` and `/readyz` are for everyone who reaches the port, since the probes of a load balancer or of Kubernetes
-    have no token. All others need the role metrics or admin (`HttpCallers.refuse_operator`).
+    have no token; so is the page `/`, which has no figures itself and asks for a token. All others need the role
+    metrics or admin (`HttpCallers.refuse_operator`).
 
     Args:
         pages: the figures.
+        records: the last requests.
         not_ready: returns the reasons why the daemon takes no work; none: it does.
     """
 
-    def __init__(self, pages: FigurePages, not_ready: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, pages: FigurePages, records: RequestLog, not_ready: Callable[[], Sequence[str]]) -> None:
         self._pages = pages
+        self._records = records
+        self._page = OperatorPage()
         self._not_ready = not_ready
 
     def routes(self, callers: HttpCallers) -> list[Route]:
@@ -41,11 +48,16 @@ class OperatorRoutes:
             return Route(path, functools.wraps(answer)(checked), methods=["GET"])
 
         return [
+            Route("/", self._index, methods=["GET"]),
             Route("/healthz", self._healthz, methods=["GET"]),
             Route("/readyz", self._readyz, methods=["GET"]),
             route("/metrics", self._metrics),
             route("/api/stats", self._stats),
+            route("/api/requests", self._requests),
         ]
+
+    async def _index(self, request: Request) -> Response:
+        return self._page.response()
 
     async def _healthz(self, request: Request) -> Response:
         await asyncio.sleep(0)  # the event loop has turned
@@ -62,3 +74,9 @@ class OperatorRoutes:
 
     async def _stats(self, request: Request) -> Response:
         return Response(await self._pages.stats(), media_type=JSONResponse.media_type, headers=_NEVER_STORED)
+
+    async def _requests(self, request: Request) -> Response:
+        text = request.query_params.get("last", "20")
+        if not text.isdecimal():
+            return PlainTextResponse(f"last={text[:20]} is no number; write /api/requests?last=20\n", 400)
+        return JSONResponse(recent_requests(self._records, int(text[:9])), headers=_NEVER_STORED)

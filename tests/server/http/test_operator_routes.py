@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from starlette.routing import Route
 from prefixd.base.errors import ConfigError
 from prefixd.base.plain_messages import to_plain
 from prefixd.base.tenancy.tenants import Tenants
+from prefixd.observability.request_log import RequestLog
+from prefixd.observability.request_record import Kind
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities, UnknownCallerError
 from prefixd.server.access.local_credentials import LocalCredentials
@@ -44,12 +47,14 @@ class Served:
     def __init__(self, settings: dict[str, Any], tokens: TokenFile | None) -> None:
         self.stats = pb.StatsResponse(asked_tokens=7, leases=2, version="1.2.3")
         self.fails = False
+        self.now_s = 100.0
         self.reasons: list[str] = []
         known = Settings.load(None, {"server.metrics": "127.0.0.1:0", **settings}, {})
         tenants = Tenants(known.quotas)
         identities = Identities(known.server, known.tenants, tenants, tokens, LocalCredentials(lambda: 0.0, b"boot"))
         self.pages = FigurePages(self._take)
-        operator = OperatorRoutes(self.pages, lambda: self.reasons)
+        self.records = RequestLog(lambda: self.now_s, 8, lambda: 1e9)
+        operator = OperatorRoutes(self.pages, self.records, lambda: self.reasons)
         self.ports = HttpPorts(known.server, identities, Refusals(tenants), AuditLog(None), operator)
         self.url = ""
         self.users_url: str | None = None
@@ -175,6 +180,33 @@ async def test_a_public_port_that_lets_everyone_in_is_said(serve: Serve, caplog:
     await serve(f"operator admin {OPERATOR}\n", metrics="0.0.0.0:0", insecure_http=True)
     await serve()
     assert not caplog.records
+
+
+async def test_the_page_has_no_figures_and_may_load_nothing_from_elsewhere(serve: Serve) -> None:
+    served = await serve(f"prometheus metrics {PROMETHEUS}\n")
+    answer = await served.get("/")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+    assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(|style="|onclick""", answer.text)
+    assert (await served.get("/api/requests")).status_code == 401
+
+
+async def test_the_last_requests(serve: Serve) -> None:
+    served = await serve()
+    for name in ("first", "second"):
+        served.now_s += 1
+        record = served.records.begin(Kind.GENERATE, "Generate", id=name, tenant="acme", model="llama")
+        record.prompt_tokens, record.hit_tokens = 40, [32, 0, 0, 0]
+    served.now_s += 0.5
+    record.first_token_s = served.now_s
+    record.end("stop", served.now_s)
+    answer = (await served.get("/api/requests?last=1")).json()["requests"]
+    assert [each["id"] for each in answer] == ["second"]
+    assert answer[0]["first_token_s"] == 0.5 and answer[0]["hit_tokens"] == [32, 0, 0, 0]
+    assert [each["outcome"] for each in (await served.get("/api/requests")).json()["requests"]] == ["stop", ""]
+    refused = await served.get("/api/requests?last=x")
+    assert refused.status_code == 400 and "last=x" in refused.text
 
 
 @pytest.fixture(scope="module")

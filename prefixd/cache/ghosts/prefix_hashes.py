@@ -1,0 +1,73 @@
+"""A hash of every prefix of a prompt, in numpy: 16 us for 1,000 blocks of 16 tokens.
+
+The keys of a prompt's blocks would do, but a look-up computes them only up to the first block that is missing, and the
+rest takes 0.2 us a block: more than the ghosts may cost. These hashes are secret and differ in every process. Two
+prefixes with the same hash make an estimate wrong by a block, and nothing else.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]
+
+_HALF = np.uint64(32)
+_FOLD = np.uint64(29)
+
+
+class PrefixHashes:
+    """Hashes prompts.
+
+    Args:
+        random_bytes: where the secret numbers are from; replaced in tests, so that a run can be repeated.
+        most_blocks: blocks behind this number of a prompt are not hashed.
+    """
+
+    def __init__(self, random_bytes: bytes | None = None, most_blocks: int = 1 << 16) -> None:
+        drawn = secrets.token_bytes(24) if random_bytes is None else random_bytes
+        if len(drawn) < 24:
+            raise ValueError(f"{len(drawn)} random bytes; give 24 or more")
+        seed, step, final = (int(number) | 1 for number in np.frombuffer(drawn[:24], np.uint64))
+        self._draw = np.random.default_rng(seed)
+        self._step, self._final = np.uint64(step), np.uint64(final)
+        self._most = most_blocks
+        self._powers = np.ones(0, np.uint64)
+        self._of_width: dict[int, npt.NDArray[np.uint64]] = {}
+
+    def of_blocks(self, token_rows: npt.NDArray[np.uint32], seed: int) -> Hashes:
+        """[blocks]: for each block the hash of all tokens up to its last.
+
+        Args:
+            token_rows: [blocks, tokens of a block], contiguous.
+            seed: prompts of two namespaces with different seeds have no hash in common.
+        """
+        rows = token_rows[: self._most]
+        words = rows.view(np.uint64) if rows.shape[1] % 2 == 0 else rows.astype(np.uint64)
+        mixed: Hashes = words @ self._multipliers(words.shape[1])
+        mixed ^= mixed >> _HALF
+        mixed *= self._powers_to(len(mixed))
+        hashes: Hashes = np.cumsum(mixed)
+        hashes += np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+        hashes ^= hashes >> _FOLD
+        hashes *= self._final
+        hashes ^= hashes >> _HALF
+        return hashes
+
+    def _multipliers(self, width: int) -> Hashes:
+        found = self._of_width.get(width)
+        if found is None:
+            if len(self._of_width) >= 64:  # as many lengths of blocks as one daemon hardly has
+                self._of_width.clear()
+            drawn = self._draw.integers(0, 1 << 63, width, np.uint64, endpoint=True)
+            found = self._of_width[width] = drawn << np.uint64(1) | np.uint64(1)
+        return found
+
+    def _powers_to(self, blocks: int) -> Hashes:
+        """[blocks]: a factor for each place, so that the order of blocks matters."""
+        if blocks > len(self._powers):
+            size = min(self._most, max(1024, 2 * blocks))
+            self._powers = np.cumprod(np.full(size, self._step))
+        return self._powers[:blocks]

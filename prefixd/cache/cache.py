@@ -35,6 +35,7 @@ from prefixd.cache.options import CacheOptions
 from prefixd.cache.placement.paths import find_path
 from prefixd.cache.placement.recording import Recording
 from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
+from prefixd.cache.prompt_listeners import PromptListeners
 from prefixd.cache.registration import Registration
 from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.leasing import HitCounters, Leasing
@@ -83,6 +84,7 @@ class TieredCache:
         self.tenants = tenants or Tenants()
         self.measurements = Measurements()
         self.counters = HitCounters(self.measurements.traffic)
+        self.prompts = PromptListeners()
         self.claims: list[Callable[[], Iterator[Claim]]] = []
         """Return rows in the GPU tier held without a `Hold`, and frames in flight; for `check_integrity`."""
         self._digest = digest
@@ -138,11 +140,12 @@ class TieredCache:
 
         self._durability = Durability(self.mover)
         self._leasing = Leasing(
-            self.mover, self.leases, self.counters, clock, self.trie, self.match, self._prefetches.end_of
+            *(self.mover, self.leases, self.counters, self.prompts, clock),
+            *(self.trie, self.match, self._prefetches.end_of),
         )
         self._reservations = Reservations(
             *(self.mover, self._durability, self.leases, self.retained, self.trie, options.reserved_bytes),
-            *(self.write_back.admit, stored, self.measurements.traffic),
+            *(self.write_back.admit, stored, self.measurements.traffic, self.prompts.tell_stored),
         )
         self.acquire, self.offsets = self._leasing.acquire, self._leasing.offsets
         self.reserve, self.commit = self._reservations.reserve, self._reservations.commit
@@ -213,6 +216,11 @@ class TieredCache:
         """The trie that has the namespace's blocks."""
         return self._tries.by_namespace[namespace.ordinal]
 
+    def trie_if_known(self, namespace: Namespace) -> Trie | None:
+        """As `trie`; None if the namespace was forgotten meanwhile."""
+        known = self.namespaces.find(namespace.id)
+        return self.trie(namespace) if known is namespace else None
+
     # -- finding ------------------------------------------------------------------------------------------------
 
     def chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
@@ -249,6 +257,7 @@ class TieredCache:
         """
         trie = self.trie(namespace)
         self.counters.ask(namespace.spec.who, len(chain) * trie.block_tokens)
+        self.prompts.tell_looked_up(namespace, chain, len(chain), len(rows))
         tiers = self._leasing.tiers_at_arrival(session, namespace, trie, chain, rows)
         self.counters.find(namespace.spec.who, tiers, trie.block_tokens)
 

@@ -10,26 +10,51 @@ The sample has a fixed size: when it is full, the threshold falls, and the block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.ghosts.lru_stack import LruStack
+from prefixd.cache.ghosts.lru_stack import LruStack, Numbers
 from prefixd.cache.ghosts.miniature import Miniature
 from prefixd.cache.ghosts.prefix_hashes import Hashes
-from prefixd.cache.ghosts.tallies import GROUPS, Tally
+from prefixd.cache.ghosts.tallies import GROUPS, SampleFound, Tally
 from prefixd_swap import create_eviction_policy
 
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Sizes of a tier whose hit rates are estimated, as multiples of its size."""
 NOW = FACTORS.index(1.0)
 _LRU = "lru"
+_AT_ONCE = 256  # sampled blocks of a prompt: half a millisecond in each miniature
 _MOST_TENANTS = 64
 _ALL = 1 << 64
 _KEPT = 0.75  # of a full sample
+_REMEMBERED = 1 << 14  # blocks that a policy with a memory remembers in miniature: 147 KB
 _SLACK = 1.25  # a block this far behind the largest size may come back into reach when the threshold falls
+
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Blocks that were asked for or stored.
+
+    Attributes:
+        at_s: when.
+        tenant: whose.
+        blocks: how many.
+        block_tokens, block_bytes: sizes of a block.
+        found: how many of them, from the first on, the daemon's cache found; None: they were stored, not asked for.
+    """
+
+    at_s: float
+    tenant: str
+    blocks: int
+    block_tokens: int
+    block_bytes: int
+    found: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +73,8 @@ class Sizes:
 
     def totals(self) -> npt.NDArray[np.float64]:
         """[FACTORS]: bytes of this tier at each size and of the nearer ones."""
-        return np.maximum(self.nbytes * np.array(FACTORS) + self.beside, self.within)
+        totals: npt.NDArray[np.float64] = np.maximum(self.nbytes * np.array(FACTORS) + self.beside, self.within)
+        return totals
 
 
 class GhostTier:
@@ -83,92 +109,81 @@ class GhostTier:
         """Forgets everything."""
         blocks = self._blocks
         self._threshold = _ALL if self._rate_given is None else round(self._rate_given * _ALL)
+        self._first_threshold = self._threshold
         self._number_of: dict[int, int] = {}
         self._hash_of = np.zeros(blocks, np.uint64)
         self._free = list(range(blocks))[::-1]
         self._stack = LruStack(blocks)
-        sizes = range(len(FACTORS)) if self.policy != _LRU else ()
-        self._by_size = [self._miniature(self.policy) for _ in sizes]
+        factors = FACTORS if self.policy != _LRU else ()
+        self._by_size = [self._miniature(self.policy, factor) for factor in factors]
         self._other = {name: self._miniature(name) for name in self.others}
         self._other_tally = Tally(len(self.others))
         self.all = Tally(len(FACTORS))
         self.tenants: dict[str, Tally] = {}
         self._fresh = True
-        self.block_bytes = 1.0
-        """Mean size of a block that prompts ask for."""
-        self.most_filled = 0.0
-        """The most bytes that a tier without limits would have had."""
-        self._stored_bytes = 0.0
+        self._block_bytes = 0.0  # mean size of the blocks of the last prompts
+        self.filled_bytes = 0.0
+        """Bytes of all different blocks so far; an estimate, and counted up to the largest size only."""
 
     @property
     def rate(self) -> float:
         """The share of all blocks that is in the sample."""
         return self._threshold / _ALL
 
-    def sample(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """The places of a prompt's blocks that are in the sample."""
-        if self._threshold == _ALL:
-            return np.arange(len(hashes))
-        return np.flatnonzero(hashes < np.uint64(self._threshold))
-
     def begin(self, sizes: Sizes, block_bytes: int) -> None:
         """Before the first prompt: chooses the share of the blocks from the size of the tier and of a block."""
         if self._fresh and self._rate_given is None:
             room = _KEPT * self._blocks / max(1.0, float(sizes.totals()[-1]) / block_bytes)
-            self._threshold = min(_ALL, round(room * _ALL))
+            self._threshold = self._first_threshold = min(_ALL, round(room * _ALL))
         self._fresh = False
 
-    def use(
-        self,
-        hashes: list[int],
-        *,
-        sizes: Sizes,
-        now_s: float,
-        block_tokens: int,
-        block_bytes: int,
-        asked_tokens: int | None,
-        tenant: str,
-    ) -> None:
-        """A prompt asks for its blocks; they are there afterwards.
+    def use(self, prompt: Prompt, hashes: Hashes, sizes: Sizes) -> Iterator[None]:
+        """A prompt asks for its blocks; they are there afterwards. Others may run at each step, but no other `use`.
 
         Args:
-            hashes: of the prompt's sampled blocks, in order.
+            prompt: the prompt.
+            hashes: of its blocks.
             sizes: of the tier.
-            now_s: time of the prompt.
-            block_tokens, block_bytes: sizes of a block.
-            asked_tokens: tokens of all its blocks; None: the blocks are stored, and nothing was asked for.
-            tenant: who asks.
         """
-        totals, rate = sizes.totals(), self.rate
-        self.block_bytes += 0.01 * (block_bytes - self.block_bytes) if self.block_bytes > 1 else block_bytes - 1.0
-        path = self._numbers(hashes, totals)
-        rate = min(rate, self.rate) if len(path) == len(hashes) else self.rate
-        hashes = hashes[: len(path)]
+        places = self._sample(hashes)
+        totals = sizes.totals()
+        self._block_bytes += (prompt.block_bytes - self._block_bytes) * (0.01 if self._block_bytes else 1.0)
+        places, path = self._enter(hashes, places, totals)
+        rate = self.rate  # entering may have lowered it
+        by_size = np.zeros((len(path), len(FACTORS)), np.bool_)
+        by_policy = np.zeros((len(path), len(self._other)), np.bool_)
         if len(path):
             distances = self._stack.distances(path)
-            self._stored_bytes += (len(path) - len(distances)) * block_bytes / rate
-            self._stack.use(path, block_bytes)
-            self.most_filled = max(self.most_filled, self._stack.total_bytes / rate)
-        found = np.zeros((len(path), len(FACTORS)), np.bool_)
-        other = np.zeros((len(path), len(self._other)), np.bool_)
-        if len(path):
+            self._stack.use(path, prompt.block_bytes)
+            self.filled_bytes = max(self.filled_bytes, self._stack.total_bytes / rate)
             if self._by_size:
                 for at, (miniature, total) in enumerate(zip(self._by_size, totals.tolist(), strict=True)):
-                    found[: self._found(miniature, path, total, now_s), at] = True
+                    if len(path) > _AT_ONCE:
+                        yield
+                    by_size[: self._found(miniature, path, total, prompt.at_s), at] = True
             else:
-                found[: len(distances)] = distances[:, None] <= totals * rate
+                by_size[: len(distances)] = distances[:, None] <= totals * rate
             for at, miniature in enumerate(self._other.values()):
-                other[: self._found(miniature, path, float(totals[NOW]), now_s), at] = True
-        if asked_tokens is not None:
-            groups = np.array(hashes, np.uint64).astype(np.int64) & (GROUPS - 1)
-            weight = block_tokens / rate
-            for tally in (self.all, self._tally(tenant)):
-                tally.add(groups, found, asked_tokens, weight)
-            self._other_tally.add(groups, other, asked_tokens, weight)
+                if len(path) > _AT_ONCE:
+                    yield
+                by_policy[: self._found(miniature, path, float(totals[NOW]), prompt.at_s), at] = True
+        if prompt.found is None:
+            return
+        groups = hashes[places].astype(np.int64) & (GROUPS - 1)
+        sample = SampleFound(prompt.blocks, prompt.found, groups, places < prompt.found)
+        weight = prompt.block_tokens / rate
+        for tally in (self.all, self._tally(prompt.tenant)):
+            tally.add(sample, by_size, prompt.block_tokens, weight)
+        self._other_tally.add(sample, by_policy, prompt.block_tokens, weight)
 
-    def halve(self) -> None:
-        """Halves the share of the blocks in the sample."""
-        self._lower(max(1, self._threshold // 2))
+    def halve(self, least: float) -> None:
+        """Halves the share of the blocks in the sample, unless that is too small already.
+
+        Args:
+            least: the least part of the sample's room that blocks of the largest size fill.
+        """
+        if self._threshold > self._first_threshold * least:
+            self._lower(max(1, self._threshold // 2))
 
     def age(self) -> None:
         """Makes what comes next count more than what was."""
@@ -189,22 +204,30 @@ class GhostTier:
             found = self.tenants[tenant] = Tally(len(FACTORS))
         return found
 
-    def _miniature(self, name: str) -> Miniature:
-        policy = create_eviction_policy(name, self._seed)
-        return Miniature(self._blocks, self._blocks, policy, remembered=1 << 14)
+    def _miniature(self, name: str, factor: float = 1.0) -> Miniature:
+        policy, rows = create_eviction_policy(name, self._seed), int(self._blocks * min(1.0, 2 * factor / FACTORS[-1]))
+        return Miniature(self._blocks, rows, policy, remembered=_REMEMBERED)
 
     def _found(self, miniature: Miniature, path: npt.NDArray[np.int64], total: float, now_s: float) -> int:
-        miniature.capacity = min(self._blocks, max(1, round(total * self.rate / self.block_bytes)))
+        miniature.resize(round(total * self.rate / self._block_bytes))
         return miniature.use(path, now_s)
 
-    def _numbers(self, hashes: list[int], totals: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """The numbers of blocks, new ones for those that are new; of the first blocks, if there is no room for all."""
-        new = sum(each not in self._number_of for each in hashes)
+    def _sample(self, hashes: Hashes) -> Places:
+        """The places of a prompt's blocks that are in the sample."""
+        if self._threshold == _ALL:
+            return np.arange(len(hashes))
+        return np.flatnonzero(hashes < np.uint64(self._threshold))
+
+    def _enter(self, hashes: Hashes, places: Places, totals: npt.NDArray[np.float64]) -> tuple[Places, Numbers]:
+        """Gives blocks their numbers; returns those that are in the sample now, at most the first that have room."""
+        sampled = hashes[places].tolist()
+        new = sum(each not in self._number_of for each in sampled)
         if new > len(self._free):
             self._make_room(new, totals)
-            hashes[:] = [each for each in hashes if each < self._threshold]
+            places = places[self._sample(hashes[places])]
+            sampled = hashes[places].tolist()
         numbers = []
-        for each in hashes:
+        for each in sampled:
             number = self._number_of.get(each)
             if number is None:
                 if not self._free:
@@ -212,7 +235,7 @@ class GhostTier:
                 number = self._number_of[each] = self._free.pop()
                 self._hash_of[number] = each
             numbers.append(number)
-        return np.array(numbers, np.int64)
+        return places[: len(numbers)], np.array(numbers, np.int64)
 
     def _make_room(self, blocks: int, totals: npt.NDArray[np.float64]) -> None:
         """Removes the blocks that no size has, or else lowers the threshold."""

@@ -36,10 +36,14 @@ class Miniature:
         remembered: int = REMEMBERED,
     ) -> None:
         self.capacity = rows
-        """Blocks that it has room for, at most `rows`; may change at any time."""
+        """Blocks that it has room for."""
         self._table = BlockRows(blocks, rows, block_tokens, block_bytes)
         self._policy = policy
         self._uses = UseHistory(policy, remembered if policy.remembers else 0)
+
+    def resize(self, capacity: int) -> None:
+        """Makes it a tier of this many blocks: at least one, at most `rows`."""
+        self.capacity = min(max(1, capacity), len(self._table.any_part))
 
     def use(self, path: npt.NDArray[np.int64], now_s: float) -> int:
         """Uses the blocks of a prompt and stores the missing ones as far as there is room; returns how many it found.
@@ -67,7 +71,7 @@ class Miniature:
     def remove(self, numbers: npt.NDArray[np.int64]) -> None:
         """Removes blocks, which did not leave by eviction. What continues them continues their nearest ancestor."""
         table = self._table
-        gone = table.row_of[numbers]
+        gone = table.row_of[numbers].astype(np.int64)
         gone = gone[gone >= 0]
         table.remove_between(gone)
         self._uses.removed(table, gone, _TIER, evicted=False)
@@ -99,11 +103,11 @@ class BlockRows:
         self.held = np.zeros(capacity, np.bool_)
         self.block = np.zeros(capacity, np.int64)
         self.free = list(range(capacity))[::-1]
-        self.row_of = np.full(blocks, -1)
+        self.row_of = np.full(blocks, -1, np.int32)
 
     def find(self, path: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The rows of the longest prefix of `path` in the tier."""
-        rows = self.row_of[path]
+        rows = self.row_of[path].astype(np.int64)
         found: npt.NDArray[np.int64] = rows if (rows >= 0).all() else rows[: int((rows < 0).argmax())]
         return found
 

@@ -69,5 +69,5 @@ class PrefixHashes:
         """[blocks]: a factor for each place, so that the order of blocks matters."""
         if blocks > len(self._powers):
             size = min(self._most, max(1024, 2 * blocks))
-            self._powers = np.cumprod(np.full(size, self._step))
+            self._powers = np.cumprod(np.full(size, self._step), dtype=np.uint64)
         return self._powers[:blocks]

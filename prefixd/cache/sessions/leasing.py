@@ -17,6 +17,7 @@ from prefixd.cache.moving.beginnings import Beginning, Reader
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
+from prefixd.cache.prompt_listeners import PromptListeners
 from prefixd.cache.sessions.sessions import Lease, LeaseTable, Session
 from prefixd.observability.measurements import Traffic
 
@@ -90,6 +91,7 @@ class Leasing:
         mover: brings blocks.
         leases: the sessions and their grants.
         counters: hit rates.
+        prompts: told of each prompt that is counted as asked for.
         clock: seconds, monotonic.
         trie_of: the trie of a namespace.
         match: finds the longest cached prefix.
@@ -101,6 +103,7 @@ class Leasing:
         mover: Mover,
         leases: LeaseTable,
         counters: HitCounters,
+        prompts: PromptListeners,
         clock: Callable[[], float],
         trie_of: Callable[[Namespace], Trie],
         match: Match,
@@ -109,6 +112,7 @@ class Leasing:
         self._mover = mover
         self._leases = leases
         self._counters = counters
+        self._prompts = prompts
         self._clock = clock
         self._trie_of = trie_of
         self._match = match
@@ -171,6 +175,7 @@ class Leasing:
         path = await self._match(namespace, chain, asked.prefix_blocks or end)
         if asked.counted and asked.found is None:
             self._counters.ask(namespace.spec.who, max(end - first, 0) * trie.block_tokens)
+            self._prompts.tell_looked_up(namespace, chain, end, min(len(path), end))
         if trie.has_rules and len(path) < asked.prefix_blocks:  # a shorter prefix needs other bytes
             end = first
         return Reader(trie, path, first, min(end, len(path)), slice_only=asked.prefix_blocks > 0)

@@ -164,6 +164,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         path = await cache.match(namespace, chain)
         if request.asked:
             cache.counters.ask(namespace.spec.who, len(chain) * namespace.spec.block_tokens)
+            cache.prompts.tell_looked_up(namespace, chain, len(chain), len(path))
         elif request.counted:
             cache.count_lookup(session, namespace, chain, path)
         trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None

@@ -1,0 +1,296 @@
+"""Estimates what larger and smaller tiers and other policies would find, from the prompts that the daemon sees.
+
+    a call ----> asked() notes tokens (1 us) ----> queue, bounded
+    run(), in the background ----> prefix hashes ----> CPU tier's sample   } each block: LRU at ten sizes,
+         at most 1% of the time                  ----> disk tier's sample  } other policies at one
+
+Beyond its time, first the sample shrinks; if hashing alone takes too long, prompts are skipped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.long_work.pacer import give_way
+from prefixd.cache.cache import TieredCache
+from prefixd.cache.ghosts.ghost_tier import FACTORS, NOW, GhostTier, Prompt, Sizes
+from prefixd.cache.ghosts.prefix_hashes import PrefixHashes
+from prefixd.cache.ghosts.tallies import Tally
+from prefixd.cache.index.keys.block_keys import BlockChain
+from prefixd.cache.namespaces import Namespace
+from prefixd_swap.tiers import AbsentTier
+
+SHARE = 0.008
+"""Of the time of the event loop, the most that the ghosts take; what they do inside calls makes it 1%."""
+LEAST_REFERENCES = 1000
+"""With fewer sampled references there is no estimate."""
+_COMPARED = ("lru", "lfu", "s3-fifo", "weighing")
+_NOTED_S = 2e-6  # what a call spends on a note
+_MOST_CREDIT_S = 0.05
+_SLICE_S = 0.001
+_QUEUED_PROMPTS = 1024
+_QUEUED_BYTES = 4 << 20
+_HALVED_EVERY_S = 1.0
+_LEAST_SAMPLE = 1 / 16  # of the sample's size, at the largest size of the tier
+_AGED_EVERY_S = 24 * 3600.0
+_BYTES_A_BLOCK = 500  # of a sample, with everything; `tests/cache/ghosts` measures it
+
+
+@dataclass(frozen=True, slots=True)
+class SizeEstimate:
+    """A tier of another size.
+
+    Attributes:
+        factor: its size, as a multiple of the present one.
+        nbytes: its size.
+        hit_rate: share of the prompt tokens that it and nearer tiers would have found.
+        margin: the true rate is this near with a probability of 95%.
+        filled: prompts had enough different blocks to fill it; a larger tier finds the same as long as this is False.
+    """
+
+    factor: float
+    nbytes: int
+    hit_rate: float
+    margin: float
+    filled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierEstimate:
+    """What the ghosts of a tier say.
+
+    Attributes:
+        level: the tier's.
+        nbytes: its size now.
+        policy: the daemon's eviction policy.
+        rate: the share of all blocks in the sample.
+        references: sampled blocks that prompts asked for.
+        hit_rate: measured: the share of the prompt tokens found in this tier or a nearer one.
+        sizes: by size, rising.
+        policies: hit rates of other policies at the present size; empty for one tenant.
+    """
+
+    level: int
+    nbytes: int
+    policy: str
+    rate: float
+    references: int
+    hit_rate: float | None
+    sizes: list[SizeEstimate]
+    policies: dict[str, float]
+
+    @property
+    def now(self) -> SizeEstimate:
+        """The estimate for the present size."""
+        return self.sizes[NOW]
+
+    @property
+    def sure(self) -> bool:
+        """Whether there is enough data."""
+        return self.references >= LEAST_REFERENCES
+
+    def tokens_per_gib(self, asked_tokens: float) -> float:
+        """Tokens more that each GiB more would have found, up to twice the size."""
+        double = next(size for size in self.sizes if size.factor == 2.0)
+        more = max(0.0, double.hit_rate - self.now.hit_rate) * asked_tokens
+        return more / max(1, double.nbytes - self.now.nbytes) * (1 << 30)
+
+
+@dataclass(slots=True)
+class _Note:
+    """A prompt in the queue."""
+
+    namespace: Namespace
+    token_rows: npt.NDArray[np.uint32]
+    found: int | None
+    at_s: float
+
+
+class Ghosts:
+    """The ghosts of one daemon's cache.
+
+    Args:
+        cache: hears its prompts from the first `run` on.
+        policy: name of its eviction policy.
+        nbytes: about the most memory of the samples.
+        seed: for policies that draw random numbers.
+        hashes: of prompts; random by default.
+        spent_s: the CPU time of this thread.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        policy: str,
+        nbytes: int,
+        *,
+        seed: int = 0,
+        hashes: PrefixHashes | None = None,
+        spent_s: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._cache = cache
+        self._hashes = hashes or PrefixHashes()
+        self._spent_s = spent_s
+        tiers = cache.tiers
+        sized = [tier for tier in (tiers.shared, tiers.durable) if tier is not None and tier.capacity_bytes]
+        blocks = max(1024, nbytes // max(1, len(sized)) // _BYTES_A_BLOCK)
+        others = [name for name in _COMPARED if name != policy]
+        self.tiers = [GhostTier(tier.level, blocks, policy, others, seed) for tier in sized]
+        self._queue: deque[_Note] = deque()
+        self._queued_bytes = 0
+        self._noted = asyncio.Event()
+        self._notes = 0
+        self._credit_s, self._credited_s = _MOST_CREDIT_S, cache.clock()
+        self._halved_s = self._aged_s = self.since_s = cache.clock()
+        self._base = self._counters()
+        self.skipped_prompts = 0
+        """Prompts that were asked for and left out for lack of time."""
+        self.busy_s = 0.0
+        """CPU time spent since the start, notes included."""
+
+    # -- hearing ------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Hears the cache's prompts from now on."""
+        if self.tiers:
+            self._cache.prompts.asked.append(self.asked)
+            self._cache.prompts.stored.append(self.stored)
+
+    def asked(self, namespace: Namespace, chain: BlockChain, blocks: int, found: int) -> None:
+        """A prompt was asked for; see `PromptListeners`."""
+        self._note(namespace, chain.token_rows[:blocks], min(found, blocks))
+
+    def stored(self, namespace: Namespace, chain: BlockChain) -> None:
+        """Blocks are being stored."""
+        if 2 * self._queued_bytes < _QUEUED_BYTES and 2 * len(self._queue) < _QUEUED_PROMPTS:
+            self._note(namespace, chain.token_rows, None)
+
+    def _note(self, namespace: Namespace, token_rows: npt.NDArray[np.uint32], found: int | None) -> None:
+        self._notes += 1
+        if len(self._queue) >= _QUEUED_PROMPTS or self._queued_bytes >= _QUEUED_BYTES:
+            self.skipped_prompts += 1
+            return
+        self._queued_bytes += token_rows.nbytes
+        self._queue.append(_Note(namespace, token_rows, found, self._cache.clock()))
+        self._noted.set()
+
+    # -- working ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Works until it is cancelled."""
+        while True:
+            await self._noted.wait()
+            await self._wait_for_credit()
+            began_s, before_s = self._spent_s(), self.busy_s
+            while self._queue and self.busy_s - before_s < _SLICE_S:
+                for _ in self.work_once():
+                    self._spend(began_s)
+                    await give_way()
+                    began_s = self._spent_s()
+                self._spend(began_s)
+                began_s = self._spent_s()
+            if not self._queue:
+                self._noted.clear()
+            self._adapt()
+            await give_way()
+
+    def work_once(self) -> Iterator[None]:
+        """Works on the prompt that has waited longest; others may run at each step."""
+        note = self._queue.popleft()
+        self._queued_bytes -= note.token_rows.nbytes
+        blocks = len(note.token_rows)
+        if not blocks:
+            return
+        trie = self._cache.trie_if_known(note.namespace)
+        if trie is None:
+            return
+        tenant = self._cache.mover.use.tenant_of(note.namespace).name
+        prompt = Prompt(note.at_s, tenant, blocks, trie.block_tokens, trie.block_bytes, note.found)
+        hashes = self._hashes.of_blocks(note.token_rows, note.namespace.seed)
+        for ghost in self.tiers:
+            sizes = self._sizes(ghost)
+            ghost.begin(sizes, trie.block_bytes)
+            yield from ghost.use(prompt, hashes, sizes)
+
+    def _sizes(self, ghost: GhostTier) -> Sizes:
+        tiers = self._cache.tiers
+        gpu = 0 if isinstance(tiers.compute, AbsentTier) else tiers.compute.capacity_bytes
+        if ghost.level == tiers.shared.level:
+            return Sizes(tiers.shared.capacity_bytes, beside=gpu)
+        assert tiers.durable is not None
+        return Sizes(tiers.durable.capacity_bytes, within=gpu + tiers.shared.capacity_bytes)
+
+    def _spend(self, began_s: float) -> None:
+        spent_s = self._spent_s() - began_s + self._notes * _NOTED_S
+        self._notes = 0
+        self.busy_s += spent_s
+        self._credit_s -= spent_s
+
+    async def _wait_for_credit(self) -> None:
+        """Waits until the ghosts may take time again."""
+        while True:
+            now_s = self._cache.clock()
+            self._credit_s = min(_MOST_CREDIT_S, self._credit_s + SHARE * (now_s - self._credited_s))
+            self._credited_s = now_s
+            if self._credit_s > 0:
+                return
+            await asyncio.sleep(min(1.0, _SLICE_S - self._credit_s / SHARE))
+
+    def _adapt(self) -> None:
+        """Halves the samples if prompts wait for too long; forgets slowly."""
+        now_s = self._cache.clock()
+        late = 2 * self._queued_bytes > _QUEUED_BYTES or 2 * len(self._queue) > _QUEUED_PROMPTS
+        if late and now_s - self._halved_s >= _HALVED_EVERY_S:
+            self._halved_s = now_s
+            for ghost in self.tiers:
+                ghost.halve(_LEAST_SAMPLE)
+        if now_s - self._aged_s >= _AGED_EVERY_S:
+            self._aged_s = now_s
+            self._base = [(old + new) / 2 for old, new in zip(self._base, self._counters(), strict=True)]
+            for ghost in self.tiers:
+                ghost.age()
+
+    # -- answering ----------------------------------------------------------------------------------------------
+
+    @property
+    def watched_s(self) -> float:
+        """How long it has watched."""
+        return self._cache.clock() - self.since_s
+
+    @property
+    def asked_tokens(self) -> float:
+        """Prompt tokens of the prompts that it has heard of, older days counting less."""
+        return self.tiers[0].all.asked_tokens if self.tiers else 0.0
+
+    def estimates(self, tenant: str | None = None) -> list[TierEstimate]:
+        """What each tier's ghosts say, of all prompts or of a tenant's."""
+        asked, *by_tier = (new - old for new, old in zip(self._counters(), self._base, strict=True))
+        found = []
+        for ghost in self.tiers:
+            tally = ghost.all if tenant is None else ghost.tenants.get(tenant, Tally(len(FACTORS)))
+            sizes, rates, margins = self._sizes(ghost), tally.hit_rates().tolist(), tally.margins().tolist()
+            by_size = [
+                SizeEstimate(factor, round(sizes.nbytes * factor), rate, margin, ghost.filled_bytes >= total)
+                for factor, total, rate, margin in zip(FACTORS, sizes.totals().tolist(), rates, margins, strict=True)
+            ]
+            measured = sum(by_tier[: ghost.level + 1]) / asked if asked and tenant is None else None
+            others = ghost.other_rates() if tenant is None else {}
+            found.append(
+                TierEstimate(
+                    *(ghost.level, sizes.nbytes, ghost.policy, ghost.rate, tally.references),
+                    *(measured, by_size, others),
+                )
+            )
+        return found
+
+    def _counters(self) -> list[float]:
+        """Prompt tokens asked for, and found by tier, since the start."""
+        counters = self._cache.counters
+        return [float(counters.asked_tokens), *map(float, counters.hit_tokens)]

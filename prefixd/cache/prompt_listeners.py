@@ -1,0 +1,55 @@
+"""Tells listeners which prompts are asked for, stored and answered: for estimates and for recording a trace.
+
+Listeners are called on the event loop, in the middle of a call, and only note what they are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefixd.cache.index.keys.block_keys import BlockChain
+from prefixd.cache.namespaces import Namespace
+
+Asked = Callable[[Namespace, BlockChain, int, int], None]
+"""(namespace, chain, blocks, found): a prompt was asked for, of which the first `found` of `blocks` blocks are cached."""
+Stored = Callable[[Namespace, BlockChain], None]
+"""(namespace, chain): its blocks are being stored, the generated ones included."""
+Answered = Callable[[Namespace, BlockChain, int, int, float], None]
+"""(namespace, chain, prompt tokens, output tokens, arrival in seconds): a request of the daemon's own worker ended."""
+
+
+class PromptListeners:
+    """The listeners of one daemon; each prompt counts once, as in the hit rates."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.looked_up: list[Asked] = []
+        """As `asked`, but only for engines' look-ups: their requests' ends are not known here."""
+        self.stored: list[Stored] = []
+        self.answered: list[Answered] = []
+        self.token_s: float | None = None
+        """Seconds that an engine takes to compute a token of a prompt, as it said last."""
+
+    def tell_looked_up(self, namespace: Namespace, chain: BlockChain, blocks: int, found: int) -> None:
+        """An engine looked up a prompt."""
+        for listener in self.looked_up:
+            listener(namespace, chain, blocks, found)
+        self.tell_asked(namespace, chain, blocks, found)
+
+    def tell_asked(self, namespace: Namespace, chain: BlockChain, blocks: int, found: int) -> None:
+        """A prompt was asked for, for the first time."""
+        for listener in self.asked:
+            listener(namespace, chain, blocks, found)
+
+    def tell_stored(self, namespace: Namespace, chain: BlockChain) -> None:
+        """Blocks of a prompt, or of a prompt and its answer, are being stored."""
+        for listener in self.stored:
+            listener(namespace, chain)
+
+    def tell_answered(
+        self, namespace: Namespace, chain: BlockChain, prompt_tokens: int, output_tokens: int, arrival_s: float
+    ) -> None:
+        """The daemon's own worker has answered a request; `chain` has both."""
+        for listener in self.answered:
+            listener(namespace, chain, prompt_tokens, output_tokens, arrival_s)
+        self.tell_stored(namespace, chain)

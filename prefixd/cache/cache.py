@@ -216,11 +216,6 @@ class TieredCache:
         """The trie that has the namespace's blocks."""
         return self._tries.by_namespace[namespace.ordinal]
 
-    def trie_if_known(self, namespace: Namespace) -> Trie | None:
-        """As `trie`; None if the namespace was forgotten meanwhile."""
-        known = self.namespaces.find(namespace.id)
-        return self.trie(namespace) if known is namespace else None
-
     # -- finding ------------------------------------------------------------------------------------------------
 
     def chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:

@@ -11,7 +11,7 @@ from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.namespaces import Namespace
 
 Asked = Callable[[Namespace, BlockChain, int, int], None]
-"""(namespace, chain, blocks, found): a prompt was asked for, of which the first `found` of `blocks` blocks are cached."""
+"""(namespace, chain, blocks, found): a prompt was asked for; the first `found` of `blocks` blocks are cached."""
 Stored = Callable[[Namespace, BlockChain], None]
 """(namespace, chain): its blocks are being stored, the generated ones included."""
 Answered = Callable[[Namespace, BlockChain, int, int, float], None]

@@ -17,6 +17,7 @@ from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError, PreconditionError
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import Troubles
+from prefixd.cache.ghosts.ghosts import Ghosts
 from prefixd.observability.request_log import RequestLog
 from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.signals import DaemonSignals
@@ -208,6 +209,11 @@ class Daemon:
         stack.callback(self._tasks.cancel)
         self._tasks.start(cache.namespace_room.trim(), "namespaces")
         self._tasks.start(self._expire(), "expiry")
+        self._ghosts = None
+        if settings.cache.ghosts and settings.cache.enabled:
+            self._ghosts = Ghosts(cache, settings.cache.eviction, settings.cache.ghosts_bytes, seed=settings.cache.seed)
+            self._ghosts.listen()
+            self._tasks.start(self._ghosts.run(), "ghosts")
         if self._listeners.tokens is not None:
             self._tasks.start(self._listeners.tokens.watch(troubles), "tokens")
         self._tasks.start(watch_descriptors(troubles), "descriptors")

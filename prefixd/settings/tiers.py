@@ -327,6 +327,11 @@ class CacheSettings(Section):
     without that protection. Choose more than the number of tenants that one party may have. The bytes that clients
     store must be equal. After a change of this setting the cache of blocks without a salt is empty, and counting starts
     again with each start of the daemon."""
+    ghosts: bool = True
+    """Estimate, from a sample of the blocks, what tiers of other sizes and other eviction policies would find, for
+    `prefixd what-if` and the metrics. It takes at most 1% of the daemon's time."""
+    ghosts_bytes: Annotated[Bytes, Field(ge=1 << 20)] = 8 << 20
+    """About the most memory of the sample. With more the estimates are surer and cost more time."""
     common_bytes: Bytes | None = None
     """The most bytes of the CPU tier, and of the disk tier, that common blocks (share_after above 1) may take; the
     least recently used go first. They count against no tenant's quota. By default a quarter of each tier."""

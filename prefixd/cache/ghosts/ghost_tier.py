@@ -37,7 +37,7 @@ _SLACK = 1.25  # a block this far behind the largest size may come back into rea
 Places = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """Blocks that were asked for or stored.
 
@@ -129,6 +129,16 @@ class GhostTier:
     def rate(self) -> float:
         """The share of all blocks that is in the sample."""
         return self._threshold / _ALL
+
+    @staticmethod
+    def bytes_a_block(policy: str) -> int:
+        """Memory of the ghosts of a tier for each block of their sample: LRU needs no miniature of each size."""
+        return 400 if policy == _LRU else 1100
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the sample."""
+        return len(self._number_of)
 
     def begin(self, sizes: Sizes, block_bytes: int) -> None:
         """Before the first prompt: chooses the share of the blocks from the size of the tier and of a block."""

@@ -40,7 +40,6 @@ _QUEUED_BYTES = 4 << 20
 _HALVED_EVERY_S = 1.0
 _LEAST_SAMPLE = 1 / 16  # of the sample's size, at the largest size of the tier
 _AGED_EVERY_S = 24 * 3600.0
-_BYTES_A_BLOCK = 500  # of a sample, with everything; `tests/cache/ghosts` measures it
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +102,6 @@ class TierEstimate:
         return more / max(1, double.nbytes - self.now.nbytes) * (1 << 30)
 
 
-@dataclass(slots=True)
-class _Note:
-    """A prompt in the queue."""
-
-    namespace: Namespace
-    token_rows: npt.NDArray[np.uint32]
-    found: int | None
-    at_s: float
-
-
 class Ghosts:
     """The ghosts of one daemon's cache.
 
@@ -140,10 +129,10 @@ class Ghosts:
         self._spent_s = spent_s
         tiers = cache.tiers
         sized = [tier for tier in (tiers.shared, tiers.durable) if tier is not None and tier.capacity_bytes]
-        blocks = max(1024, nbytes // max(1, len(sized)) // _BYTES_A_BLOCK)
+        blocks = max(1024, nbytes // max(1, len(sized)) // GhostTier.bytes_a_block(policy))
         others = [name for name in _COMPARED if name != policy]
         self.tiers = [GhostTier(tier.level, blocks, policy, others, seed) for tier in sized]
-        self._queue: deque[_Note] = deque()
+        self._queue: deque[tuple[Prompt, npt.NDArray[np.uint32], int]] = deque()
         self._queued_bytes = 0
         self._noted = asyncio.Event()
         self._notes = 0
@@ -178,8 +167,17 @@ class Ghosts:
             self.skipped_prompts += 1
             return
         self._queued_bytes += token_rows.nbytes
-        self._queue.append(_Note(namespace, token_rows, found, self._cache.clock()))
+        trie = self._cache.trie(namespace)
+        prompt = Prompt(
+            *(self._cache.clock(), namespace.spec.tenant, len(token_rows), trie.block_tokens, trie.block_bytes, found)
+        )
+        self._queue.append((prompt, token_rows, namespace.seed))  # not the namespace, which then could not be forgotten
         self._noted.set()
+
+    @property
+    def queued(self) -> int:
+        """Prompts that wait."""
+        return len(self._queue)
 
     # -- working ------------------------------------------------------------------------------------------------
 
@@ -203,20 +201,12 @@ class Ghosts:
 
     def work_once(self) -> Iterator[None]:
         """Works on the prompt that has waited longest; others may run at each step."""
-        note = self._queue.popleft()
-        self._queued_bytes -= note.token_rows.nbytes
-        blocks = len(note.token_rows)
-        if not blocks:
-            return
-        trie = self._cache.trie_if_known(note.namespace)
-        if trie is None:
-            return
-        tenant = self._cache.mover.use.tenant_of(note.namespace).name
-        prompt = Prompt(note.at_s, tenant, blocks, trie.block_tokens, trie.block_bytes, note.found)
-        hashes = self._hashes.of_blocks(note.token_rows, note.namespace.seed)
+        prompt, token_rows, seed = self._queue.popleft()
+        self._queued_bytes -= token_rows.nbytes
+        hashes = self._hashes.of_blocks(token_rows, seed)
         for ghost in self.tiers:
             sizes = self._sizes(ghost)
-            ghost.begin(sizes, trie.block_bytes)
+            ghost.begin(sizes, prompt.block_bytes)
             yield from ghost.use(prompt, hashes, sizes)
 
     def _sizes(self, ghost: GhostTier) -> Sizes:

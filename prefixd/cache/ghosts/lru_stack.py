@@ -1,9 +1,12 @@
-"""LRU at every size at once, by stack distances (Mattson et al., "Evaluation techniques for storage hierarchies", 1970).
+"""LRU at every size at once, by stack distances (Mattson et al., "Evaluation techniques for storage hierarchies",
+1970).
 
 A block is found in every LRU cache that has room for it and for all blocks that were used after it.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +38,7 @@ class LruStack:
         used, nbytes = before[:known], self._nbytes[path[:known]]
         # Blocks that one prompt used side by side are searched once.
         starts = [0, *(np.flatnonzero(np.diff(used) != -1) + 1).tolist(), known]
-        for start, end in zip(starts, starts[1:], strict=False):
+        for start, end in pairwise(starts):
             later = float(self._nbytes[self._used > used[start]].sum())
             found[start:end] = later + np.cumsum(nbytes[start:end])
         return found

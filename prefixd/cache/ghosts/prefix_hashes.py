@@ -48,6 +48,7 @@ class PrefixHashes:
         words = rows.view(np.uint64) if rows.shape[1] % 2 == 0 else rows.astype(np.uint64)
         mixed: Hashes = words @ self._multipliers(words.shape[1])
         mixed ^= mixed >> _HALF
+        mixed += self._final  # a block of zeros counts too
         mixed *= self._powers_to(len(mixed))
         hashes: Hashes = np.cumsum(mixed)
         hashes += np.uint64(seed & 0xFFFFFFFFFFFFFFFF)

@@ -96,7 +96,7 @@ class Tally:
         return rates
 
     def margins(self) -> npt.NDArray[np.float64]:
-        """[sizes]: the hit rates are this near to the true ones with a probability of 95%, as far as the sample tells."""
+        """[sizes]: the true rates are this near with a probability of 95%, as far as the sample tells."""
         if not self.asked_tokens:
             return np.ones(self.found.shape[1])
         of_groups = GROUPS * (self.found - self.ours[:, None]) / self.asked_tokens

@@ -63,6 +63,7 @@ class Reservations:
         admit: waits until the disk has caught up with a tenant's blocks.
         stored: called with committed blocks.
         traffic: counts what is stored.
+        storing: called with the prompt of each reservation.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Reservations:
         admit: Callable[[Tenant], Awaitable[None]],
         stored: Callable[[Trie, Rows], None] | None,
         traffic: Traffic,
+        storing: Callable[[Namespace, BlockChain], None] = lambda namespace, chain: None,
     ) -> None:
         self._traffic = traffic
         self._tiers = mover.tiers
@@ -90,6 +92,7 @@ class Reservations:
         self._clock = mover.placement.clock
         self._admit = admit
         self._stored = stored
+        self._storing = storing
         self._returning: set[asyncio.Task[None]] = set()
         self.quarantine = Quarantine(self._give_back)
 
@@ -132,6 +135,7 @@ class Reservations:
                 granted_s=self._clock(),
             )
             self._leases.grant(reservation)
+            self._storing(namespace, chain)
             return reservation
 
     async def _allocate(

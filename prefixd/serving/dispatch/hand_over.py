@@ -160,6 +160,9 @@ class HandOver:
             request.record.hit_tokens is None
         ):  # of the call's first sequence that runs; a load beside the run adds to it
             request.record.hit_tokens = found
+        self._cache.prompts.tell_asked(
+            request.namespace, request.chain, request.prompt_tokens // request.trie.block_tokens, blocks
+        )
         if request.images is not None:
             self._context.counters.asked_images += len(request.images.images)
 

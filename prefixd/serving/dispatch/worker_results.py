@@ -191,6 +191,10 @@ class WorkerResults:
         event = _last_event(request, done)
         self._counters.finished += isinstance(event, Ended)
         request.end(event)
+        if isinstance(event, Ended):
+            self._context.cache.prompts.tell_answered(
+                *(request.namespace, request.chain, request.prompt_tokens, request.generated, request.queued.arrival_s)
+            )
         self._context.share.run_ended()
 
     def _refuse_suspects(self, request: Request) -> None:

@@ -1,0 +1,84 @@
+"""The ghosts of a cache: they hear its prompts, keep to their time, and take the memory that they may."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from prefixd.cache.ghosts.ghost_tier import GhostTier, Prompt, Sizes
+from prefixd.cache.ghosts.ghosts import Ghosts
+from prefixd.cache.ghosts.prefix_hashes import PrefixHashes
+from tests.rig import Rig
+
+
+async def settle(ghosts: Ghosts) -> None:
+    while ghosts.queued:
+        for _ in ghosts.work_once():
+            pass
+
+
+async def test_prompts_are_heard_once_and_estimated_as_the_cache_finds_them(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    ghosts = Ghosts(rig.cache, "lru", 1 << 20, hashes=PrefixHashes(bytes(range(24))))
+    ghosts.listen()
+    prompt = [1, 2, 3, 4, 5, 6]
+    await rig.lease(prompt)
+    await rig.put(prompt)
+    lease = await rig.lease(prompt)
+    assert lease is not None
+    await settle(ghosts)
+    first = ghosts.estimates()[0]
+    assert ghosts.asked_tokens == rig.cache.counters.asked_tokens
+    assert first.hit_rate == first.now.hit_rate == 0.5
+    assert not first.sure
+    mine = ghosts.estimates(rig.namespace.spec.tenant)[0]
+    assert mine.hit_rate is None and mine.now.hit_rate == 0.5
+    assert ghosts.estimates("nobody")[0].references == 0
+
+
+async def test_too_many_prompts_are_skipped_and_counted_and_the_sample_shrinks(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    ghosts = Ghosts(rig.cache, "lru", 1 << 20, spent_s=lambda: 0.0)
+    chain = rig.chain([1, 2, 3, 4], rig.namespace)
+    for _ in range(2000):
+        ghosts.asked(rig.namespace, chain, len(chain), 0)
+    assert ghosts.queued == 1024
+    assert ghosts.skipped_prompts == 2000 - 1024
+
+
+async def test_work_waits_for_its_share_of_the_time(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    spent = itertools.count()  # every look at the clock costs 4 ms
+    ghosts = Ghosts(rig.cache, "lru", 1 << 20, spent_s=lambda: next(spent) * 0.004)
+    ghosts.listen()
+    chain = rig.chain([1, 2, 3, 4], rig.namespace)
+    task = asyncio.create_task(ghosts.run())
+    for _ in range(200):
+        ghosts.asked(rig.namespace, chain, len(chain), 0)
+    for _ in range(300):
+        await asyncio.sleep(0)
+    busy_s = ghosts.busy_s
+    assert 0.03 < busy_s < 0.1, "the credit of the beginning, and no more while the time stands still"
+    assert ghosts.queued
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("policy", ["lru", "weighing"])
+def test_the_memory_is_bounded(policy: str) -> None:
+    blocks = 4096
+    tracemalloc.start()
+    ghost = GhostTier(1, blocks, policy, ("lfu", "s3-fifo", "lru"), rate=1.0)
+    hashes = np.random.default_rng(0).integers(0, 1 << 63, (8, blocks // 8), np.uint64)
+    for row in hashes:
+        for _ in ghost.use(Prompt(0.0, "t", len(row), 16, 1, 0), row, Sizes(blocks // 2)):
+            pass
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert ghost.blocks >= blocks // 2
+    assert taken < blocks * ghost.bytes_a_block(policy)

@@ -2,6 +2,7 @@
 
 PrefixdError
     InvalidArgumentError     the call is wrong, whatever the state of the cache
+        PromptTooLongError
     NotFoundError            there is no such namespace, session, lease, reservation or prefix
         SessionEndedError
     AlreadyExistsError       another object has the name
@@ -30,6 +31,10 @@ class InvalidArgumentError(PrefixdError):
     """The call is wrong in any state of the cache."""
 
     status = "INVALID_ARGUMENT"
+
+
+class PromptTooLongError(InvalidArgumentError):
+    """The prompt has more tokens than the model takes."""
 
 
 class NotFoundError(PrefixdError):

@@ -36,6 +36,7 @@ from prefixd.serving.generation.sequence import SequenceOutput, beam_events, fin
 from prefixd.serving.generation.stop_strings import StopStrings
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.request.request import Request
+from prefixd.serving.text.token_bytes import TokenBytes
 from prefixd.serving.text.tokenization import TokenIds
 from prefixd_scheduler import QueueFullError, SharedLimit
 
@@ -54,6 +55,10 @@ class Model(Protocol):
     @property
     def dispatcher(self) -> Dispatcher:
         """Queue and worker."""
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens that the model takes, prompt and output together; None as long as they are not known."""
 
     async def model(self) -> ServedModel:
         """Waits for the model and returns it; raises UnavailableError when the worker was given up."""
@@ -155,6 +160,18 @@ class Generation:
         )
         record.note(StageName.RECEIVE, record.arrival_s, now_s)
         return record
+
+    def model_lengths(self) -> dict[str, int | None]:
+        """The models by name, the default one first, with the tokens that each takes; None: not known yet."""
+        return {name: model.context_tokens for name, model in self._models.items()}
+
+    async def token_bytes(self, model: str) -> TokenBytes | None:
+        """The bytes of a model's tokens, which it waits for; None for a model without a tokenizer.
+
+        Raises NotFoundError, UnsupportedError and UnavailableError, as `run`.
+        """
+        codec = (await self._choose(model).model()).codec
+        return None if codec is None else codec.token_bytes
 
     async def _generate(
         self,

@@ -14,6 +14,7 @@ from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.placement.retention import Retention
 from prefixd.observability.trace_context import TraceContext
 from prefixd.serving.models.served_model import ServedModel
+from prefixd.serving.text.chat_template import Chat
 
 DEFAULT_MAX_TOKENS = 16
 MOST_IMAGES = 4096  # also if worker.images_per_prompt is higher: their lengths are added up on the event loop
@@ -27,8 +28,8 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # SplitMix64's step, 2^64 / golden ratio: seque
 class GenerateParams:
     """The parameters of a call, not checked yet. Where 0 is no valid value, it means the default."""
 
-    prompt: str | bytes
-    """Text, or token ids as little-endian uint32, 4 bytes each."""
+    prompt: str | bytes | Chat
+    """Text, token ids as little-endian uint32, 4 bytes each, or a chat for the model's template."""
     images: Sequence[bytes] = ()
     """The files of the prompt's images; the prompt holds a placeholder for each."""
     request_id: str = ""
@@ -61,6 +62,8 @@ class GenerateParams:
     """The caller's own id of the request, from the header `prefixd-request-id`; it need not be unique."""
     trace: TraceContext | None = None
     """The caller's span, from the header `traceparent`."""
+    as_long_as_fits: bool = False
+    """The output may have as many tokens as the model's context and the GPU tier hold, not `sampling.max_tokens`."""
 
     @property
     def answers(self) -> int:
@@ -77,7 +80,8 @@ class GenerateParams:
     def sequence_sampling(self, index: int, seed: int, room: int) -> Sampling:
         """The sampling parameters of the sequence with this number.
 
-        seed: the request's.  room: tokens that the model's context leaves for the output.
+        seed: the request's.  room: tokens that the model's context, and with `as_long_as_fits` the GPU tier, leave for
+        the output.
         """
         asked, stop_token_ids = self.sampling, tuple(self.sampling.stop_token_ids)
         if asked.forced_tokens is not None:  # nothing is drawn
@@ -93,7 +97,7 @@ class GenerateParams:
             logprobs = 0  # their sum decides which sequences are the best
         return replace(
             asked,
-            max_tokens=min(asked.max_tokens or DEFAULT_MAX_TOKENS, room),
+            max_tokens=room if self.as_long_as_fits else min(asked.max_tokens or DEFAULT_MAX_TOKENS, room),
             seed=sequence_seed(seed, index),
             stop_token_ids=stop_token_ids,
             stop=(),

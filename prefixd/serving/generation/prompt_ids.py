@@ -1,29 +1,32 @@
-"""Token ids of a prompt, from text or from bytes, checked against the model."""
+"""Token ids of a prompt, from text, bytes or a chat, checked against the model."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from prefixd.base.errors import InvalidArgumentError
+from prefixd.base.errors import InvalidArgumentError, PromptTooLongError
 from prefixd.base.tenancy.tenants import Tenant
 from prefixd.serving.models.served_model import ServedModel
+from prefixd.serving.text.chat_template import Chat
 from prefixd.serving.text.tokenization import TokenIds, TooManyTokensError, need_codec
 
 
-async def prompt_ids(prompt: str | bytes, model: ServedModel, tenant: Tenant) -> TokenIds:
+async def prompt_ids(prompt: str | bytes | Chat, model: ServedModel, tenant: Tenant) -> TokenIds:
     """Token ids of a prompt, shorter than the model's context. The work is bounded by that context.
 
     Args:
-        prompt: text, or little-endian uint32 ids.
+        prompt: text, little-endian uint32 ids, or a chat.
         model: runs the prompt.
         tenant: the caller's.
 
     Raises:
-        InvalidArgumentError: the prompt is empty, too long or has ids outside of the vocabulary.
+        InvalidArgumentError: the prompt is empty or has ids outside of the vocabulary, or the model's chat template
+            does not take the chat.
+        PromptTooLongError: the prompt is too long.
         UnsupportedError: the prompt is text and the model has no tokenizer.
     """
     limit = model.hello.max_model_tokens
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | Chat):
         ids = await _tokenized(prompt, model, tenant)
         _check_length(len(ids), limit)
         return ids
@@ -43,28 +46,31 @@ async def prompt_ids(prompt: str | bytes, model: ServedModel, tenant: Tenant) ->
     return ids
 
 
-async def _tokenized(text: str, model: ServedModel, tenant: Tenant) -> TokenIds:
+async def _tokenized(text: str | Chat, model: ServedModel, tenant: Tenant) -> TokenIds:
     limit = model.hello.max_model_tokens
     if not text:
         raise InvalidArgumentError("the prompt is empty; send at least one character")
     codec = need_codec(model.codec)
-    if len(text) > codec.longest_token * limit:
-        raise InvalidArgumentError(
-            f"the prompt has {len(text)} characters, but the model takes {limit} tokens with the output, of at "
+    length = len(text) if isinstance(text, str) else text.characters
+    if length > codec.longest_token * limit:
+        raise PromptTooLongError(
+            f"the prompt has {length} characters, but the model takes {limit} tokens with the output, of at "
             f"most {codec.longest_token} characters each; send at most {codec.longest_token * (limit - 1)} "
             "characters"
         )
     try:
-        return await model.threads.encode(codec, text, limit, tenant.name)
+        if isinstance(text, str):
+            return await model.threads.encode(codec, text, limit, tenant.name)
+        return await model.threads.encode_chat(codec, text, limit, tenant.name)
     except TooManyTokensError as error:
-        raise InvalidArgumentError(
-            f"the prompt of {len(text)} characters has more than {error.tokens} tokens, but the model takes "
+        raise PromptTooLongError(
+            f"the prompt of {length} characters has more than {error.tokens} tokens, but the model takes "
             f"{limit} with the output; send at most {limit - 1}"
         ) from error
 
 
 def _check_length(tokens: int, limit: int) -> None:
     if tokens >= limit:
-        raise InvalidArgumentError(
+        raise PromptTooLongError(
             f"the prompt has {tokens} tokens, but the model takes {limit} with the output; send at most {limit - 1}"
         )

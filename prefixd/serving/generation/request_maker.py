@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import secrets
+from bisect import bisect_right
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError
 from prefixd.base.tenancy.tenants import Tenant
@@ -66,8 +67,13 @@ class RequestMaker:
                 f"the prompt has {prompt_tokens} tokens and forced_tokens {forced}, but the model "
                 f"takes {model.hello.max_model_tokens} together; shorten one of them"
             )
-        samplings = [params.sequence_sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
+        if params.as_long_as_fits:
+            left = model.frames - model.image_frames(images)
+            most_blocks = -(-model.hello.max_model_tokens // block_tokens)
+            blocks = bisect_right(range(most_blocks + 1), left, key=model.kv.most_frames) - 1
+            room = max(1, min(room, blocks * block_tokens - prompt_tokens))
+        samplings = [params.sequence_sampling(index, seed, room) for index in range(params.sequences)]
         longest = prompt_tokens + samplings[0].max_tokens
         of_images = model.image_frames(images)
         with_images = f", {of_images * frame_bytes} of them for its images" if of_images else ""

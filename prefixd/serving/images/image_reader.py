@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.errors import InvalidArgumentError, UnavailableError
+from prefixd.base.errors import InvalidArgumentError, PromptTooLongError, UnavailableError
 from prefixd.base.tenancy.fairness import TenantTurns
 from prefixd.images.image_files import ImageLimits, image_digest
 from prefixd.images.token_counts import GridCount, ImageProcessor
@@ -122,7 +122,7 @@ class ImageReader:
         repeats[places] = [image.tokens for image in decoded]
         total, limit = int(repeats.sum()), self.hello.max_model_tokens
         if total >= limit:
-            raise InvalidArgumentError(
+            raise PromptTooLongError(
                 f"the prompt has {total} tokens with those of its {len(decoded)} images, but the model takes {limit} "
                 f"with the output; send at most {limit - 1}"
             )

@@ -126,6 +126,11 @@ class ModelHost:
         )
         self.dispatcher = make_dispatcher(settings, cache, self.worker.send, clock, share)
 
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens that the model takes, prompt and output together; None before its worker has told them."""
+        return None if self._hello is None else self._hello.max_model_tokens
+
     def start(self) -> list[asyncio.Task[None]]:
         """Starts the worker and the dispatcher; returns the tasks that run them."""
         self._model = asyncio.create_task(self._load(), name="model")

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from prefixd.base import heap
@@ -17,7 +18,8 @@ from prefixd.process.child import end_with_parent
 
 
 def main() -> None:
-    """Writes `tokenizer` (the JSON of `tokenizers`; null if it has no fast form) and `splits_special`, or `error`."""
+    """Writes `tokenizer` (the JSON of `tokenizers`; null if it has no fast form), `splits_special` and `chat`, what
+    `ChatTemplate` takes; or `error`."""
     (directory,) = end_with_parent()
     with redirect_stdout(sys.stderr):
         answer = _load(directory)
@@ -37,9 +39,28 @@ def _load(directory: str) -> dict[str, Any]:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             return {"tokenizer": None}
         splits_special = bool(tokenizer.split_special_tokens)
-        return {"tokenizer": tokenizer.backend_tokenizer.to_str(), "splits_special": splits_special}
+        return {
+            "tokenizer": tokenizer.backend_tokenizer.to_str(),
+            "splits_special": splits_special,
+            "chat": _describe_chat(tokenizer, Path(directory)),
+        }
     except Exception as error:  # it reads config.json, too, whose checks have errors of their own
         return {"error": " ".join(str(error).split())}
+
+
+def _describe_chat(tokenizer: Any, directory: Path) -> dict[str, Any]:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, by name
+        template = template.get("default")
+    if template is None and (of_processor := directory / "chat_template.json").is_file():
+        template = json.loads(of_processor.read_text())["chat_template"]  # where older models with images have it
+    # Gemma 3's template writes the first of these tokens alone; its processor puts the image's tokens behind it.
+    around = [getattr(tokenizer, name, None) for name in ("boi_token", "image_token", "eoi_token")]
+    return {
+        "source": template,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "image_tokens": around if all(around) else [],
+    }
 
 
 if __name__ == "__main__":

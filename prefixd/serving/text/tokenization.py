@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.errors import ConfigError, UnsupportedError
+from prefixd.base.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from prefixd.process.child import run_module
+from prefixd.serving.text.chat_template import Chat, ChatTemplate
+from prefixd.serving.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,7 +60,7 @@ class TextCodec:
     def __init__(self, model: Path) -> None:
         # A batch of one text does not need the library's own threads, and starting them may fail.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        backend, splits_special = _load(model)
+        backend, splits_special, chat = _load(model)
         # Set once: calling the Python tokenizer sets them at each call, which fails while another thread encodes.
         backend.no_truncation()
         backend.no_padding()
@@ -67,6 +69,9 @@ class TextCodec:
         self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest token: a text of more than n times as many characters has more than n tokens."""
+        self.chat_template = None if chat["source"] is None else ChatTemplate(**chat)
+        """None: the model has none."""
+        self.token_bytes = TokenBytes(backend, backend.get_added_tokens_decoder().keys())
 
     def encode(self, text: str, most: int, stop: threading.Event) -> TokenIds:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds.
@@ -83,12 +88,25 @@ class TextCodec:
             TooManyTokensError: the text has more than about twice `most` tokens.
             Stopped: `stop` was set.
         """
+        return self._encode(text, most, stop, add_special=True)
+
+    def encode_chat(self, chat: Chat, most: int, stop: threading.Event) -> TokenIds:
+        """Token ids of a chat, whose special tokens the model's template writes. Raises as `encode`, and
+        InvalidArgumentError if the model has no template, or the template refuses the chat."""
+        if self.chat_template is None:
+            raise InvalidArgumentError(
+                "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); use "
+                "/v1/completions, or save the template beside the model and restart the daemon"
+            )
+        return self._encode(self.chat_template.render(chat), most, stop, add_special=False)
+
+    def _encode(self, text: str, most: int, stop: threading.Event, *, add_special: bool) -> TokenIds:
         enough = _SLACK * most  # bytes have at most as many tokens
         if len(text) > enough or len(text.encode(errors="surrogatepass")) > enough:
             self._count(text, enough, stop)
         if stop.is_set():
             raise Stopped
-        return np.array(self._backend.encode_batch_fast([text])[0].ids, np.uint32)
+        return np.array(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids, np.uint32)
 
     def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """The text of each sequence of ids, with special tokens: for people, since characters may be cut in two."""
@@ -168,8 +186,9 @@ class TextStream:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
 
 
-def _load(model: Path) -> tuple[Tokenizer, bool]:
-    """The model's tokenizer, and whether it splits special tokens that are in a text."""
+def _load(model: Path) -> tuple[Tokenizer, bool, dict[str, Any]]:
+    """The model's tokenizer, whether it splits special tokens that are in a text, and its chat template with what that
+    needs."""
     named = any((model / name).is_file() for name in _FILES)
     missing = f"the tokenizer in {str(model)!r} is not there: there is none of {', '.join(_FILES)}; {_SAVE}"
     if not named and _is_model_alone(model):
@@ -193,7 +212,7 @@ def _load(model: Path) -> tuple[Tokenizer, bool]:
         raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
     from tokenizers import Tokenizer  # a cache without a model has none
 
-    return Tokenizer.from_str(answer["tokenizer"]), answer["splits_special"]
+    return Tokenizer.from_str(answer["tokenizer"]), answer["splits_special"], answer["chat"]
 
 
 def _is_model_alone(model: Path) -> bool:

@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from prefixd.base.errors import ExhaustedError, UnavailableError
 from prefixd.base.tenancy.fairness import TenantTurns
+from prefixd.serving.text.chat_template import Chat
 from prefixd.serving.text.tokenization import Stopped, TextCodec, TokenIds
 from prefixd_scheduler import SharedLimit
 from prefixd_swap import started_threads
@@ -71,9 +73,16 @@ class TokenizerThreads:
             TooManyTokensError: the text has far more than `most` tokens.
             UnavailableError: the daemon ends.
         """
+        return await self._run(partial(codec.encode, text, most), len(text), tenant)
+
+    async def encode_chat(self, codec: TextCodec, chat: Chat, most: int, tenant: Hashable = None) -> TokenIds:
+        """Token ids of a chat, see `TextCodec.encode_chat`; otherwise as `encode`."""
+        return await self._run(partial(codec.encode_chat, chat, most), chat.characters, tenant)
+
+    async def _run(self, work: Callable[[threading.Event], TokenIds], length: int, tenant: Hashable) -> TokenIds:
         self._refuse_closed()
         texts, characters = self._texts, self._characters
-        if texts[tenant] and (not texts.left(tenant) or len(text) > characters.left(tenant)):
+        if texts[tenant] and (not texts.left(tenant) or length > characters.left(tenant)):
             raise ExhaustedError(
                 f"{texts.total} prompts with {characters.total} characters wait to be tokenized, {texts[tenant]} of "
                 f"them the tenant's, and {texts.limit} with {characters.limit} are the limit; send the prompt again "
@@ -82,13 +91,13 @@ class TokenizerThreads:
         stop = threading.Event()
         self._stops.add(stop)
         texts.add(tenant, 1)
-        characters.add(tenant, len(text))
-        short = len(text) <= _SHORT_CHARACTERS
+        characters.add(tenant, length)
+        short = length <= _SHORT_CHARACTERS
         threads, turns = (self._short, self._short_turns) if short else (self._long, self._long_turns)
         try:
             async with turns.turn(tenant):
                 self._refuse_closed()
-                return await asyncio.get_running_loop().run_in_executor(threads, codec.encode, text, most, stop)
+                return await asyncio.get_running_loop().run_in_executor(threads, work, stop)
         except Stopped:
             self._refuse_closed()
             raise
@@ -101,7 +110,7 @@ class TokenizerThreads:
             stop.set()
             self._stops.discard(stop)
             texts.add(tenant, -1)
-            characters.add(tenant, -len(text))
+            characters.add(tenant, -length)
 
     def close(self) -> None:
         """Refuses further texts and stops the present ones, without waiting for those being tokenized."""

@@ -32,6 +32,7 @@ _STATUS = {
     "UNIMPLEMENTED": 400,
 }
 """By the names of gRPC's codes, which our errors have."""
+_FIELDS = {*SamplingFields.__struct_fields__, "best_of", "max_tokens", "logprobs"}
 _AGAIN = {429, 503}
 _RETRY_S = "1"
 

@@ -20,7 +20,7 @@ LONGEST_FIELD = 64 << 10
 _LONGEST_SALT = 1024
 _PRIORITIES = (-(1 << 31), (1 << 31) - 1)
 _FLAG_OFF = (None, False)
-_NONE = (None, [], {})
+_NONE: tuple[object, ...] = (None, [], {})
 
 
 class FieldError(InvalidArgumentError):

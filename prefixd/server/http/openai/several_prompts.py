@@ -74,7 +74,7 @@ async def _events(
             async for event in events:
                 yield 0, event
         return
-    merged: asyncio.Queue[tuple[int, GenerationEvent | Exception]] = asyncio.Queue(_AHEAD)
+    merged: asyncio.Queue[tuple[int, GenerationEvent | None]] = asyncio.Queue(_AHEAD)
     begin = asyncio.Event()
 
     async def run(place: int, params: GenerateParams) -> None:
@@ -83,16 +83,18 @@ async def _events(
                 async for event in events:
                     await merged.put((place, event))
                     await begin.wait()  # for the others to be accepted: what is refused is refused before any output
-        except Exception as error:
-            await merged.put((place, error))
+        except Exception:
+            await merged.put((place, None))
+            raise
 
     tasks = [asyncio.create_task(run(place, params)) for place, params in enumerate(prompts)]
     accepted = finished = 0
     try:
         while finished < len(prompts):
             place, event = await merged.get()
-            if isinstance(event, Exception):
-                raise event
+            if event is None:
+                await tasks[place]  # raises its error
+                continue
             accepted += isinstance(event, Accepted)
             finished += isinstance(event, Finished)
             if accepted == len(prompts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ _STATUS = {
 }
 """By the names of gRPC's codes, which our errors have."""
 _FIELDS = {*SamplingFields.__struct_fields__, "best_of", "max_tokens", "logprobs"}
+_ABOUT = re.compile(r"(\w+) (?:is|has) ")
 _AGAIN = {429, 503}
 _RETRY_S = "1"
 

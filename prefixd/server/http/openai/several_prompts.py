@@ -91,15 +91,15 @@ async def _events(
     accepted = finished = 0
     try:
         while finished < len(prompts):
-            place, event = await merged.get()
-            if event is None:
+            place, found = await merged.get()
+            if found is None:
                 await tasks[place]  # raises its error
-                continue
-            accepted += isinstance(event, Accepted)
-            finished += isinstance(event, Finished)
-            if accepted == len(prompts):
-                begin.set()
-            yield place, event
+            else:
+                accepted += isinstance(found, Accepted)
+                finished += isinstance(found, Finished)
+                if accepted == len(prompts):
+                    begin.set()
+                yield place, found
     finally:
         for task in tasks:
             task.cancel()

@@ -1,0 +1,359 @@
+"""OpenAI's client against the front, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from prefixd.base.errors import UnavailableError
+from prefixd.serving.request.request_events import Ended, NewTokens
+from prefixd.worker_protocol.protocol import TokenLogprobs
+from tests.server.http.openai.conftest import CONTEXT, Front, prompt_tokens, tokens_of
+from tests.waiting import until
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+async def test_models_are_listed(front: Front) -> None:
+    (model,) = [model async for model in await front.client.models.list()]
+    assert (model.id, model.object, model.owned_by) == ("model", "model", "prefixd")
+    assert model.max_model_len == CONTEXT  # type: ignore[attr-defined]
+    assert await front.client.models.retrieve("model") == model
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'; this daemon has model"):
+        await front.client.models.retrieve("other")
+
+
+async def test_a_chat_is_answered(front: Front) -> None:
+    answer = await front.client.chat.completions.create(
+        model="model", messages=[{"role": "system", "content": "Be."}, *HI]
+    )
+    assert front.prompt == "<s><system>Be.<user>hi<assistant>", (
+        "the template writes the special tokens, and nobody else"
+    )
+    (choice,) = answer.choices
+    assert (choice.index, choice.finish_reason) == (0, "stop")
+    assert (choice.message.role, choice.message.content) == ("assistant", "Hello")
+    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == "model"
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (31, 5)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    sampling = front.dispatcher.submitted[0].sampling
+    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
+    assert sampling.max_tokens == CONTEXT - 31, "as many as the context allows"
+
+
+async def test_what_does_not_fit_the_gpu_tier_shortens_a_chat_without_a_limit(make_front: Callable[..., Front]) -> None:
+    front = make_front(frames=6)
+    await front.client.chat.completions.create(model="model", messages=HI)
+    request = front.dispatcher.submitted[0]
+    assert request.prompt_tokens + request.sampling.max_tokens == 6 * 16
+    with pytest.raises(openai.RateLimitError, match="the GPU tier holds"):
+        await front.client.chat.completions.create(model="model", messages=HI, max_completion_tokens=200)
+
+
+async def test_a_stream_has_role_text_reason_and_usage(front: Front) -> None:
+    front.dispatcher.answer = [NewTokens(tokens_of("Hel")), NewTokens(tokens_of("lo")), Ended("length")]
+    stream = await front.client.chat.completions.create(
+        model="model", messages=HI, stream=True, stream_options={"include_usage": True}, max_tokens=5
+    )
+    first, *texts, end, usage = [chunk async for chunk in stream]
+    assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
+    assert [chunk.choices[0].delta.content for chunk in texts] == ["Hel", "lo"]
+    assert end.choices[0].finish_reason == "length" and end.usage is None
+    assert not usage.choices and usage.usage is not None and usage.usage.completion_tokens == 5
+    assert len({chunk.id for chunk in (first, *texts, end, usage)}) == 1
+    body = {"model": "model", "prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    raw = await front.http.post("/v1/completions", json=body)
+    assert raw.headers["content-type"].startswith("text/event-stream") and "content-length" not in raw.headers
+    *events, done, end_of_text = raw.text.split("\n\n")
+    assert (done, end_of_text) == ("data: [DONE]", "")
+    used = [json.loads(event.removeprefix("data: "))["usage"]["completion_tokens"] for event in events]
+    assert used == [3, 5, 5]
+
+
+async def test_several_prompts_and_answers_have_numbers_in_order(front: Front) -> None:
+    answer = await front.client.completions.create(model="model", prompt=["one", "two", "three"], n=2, max_tokens=7)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert {choice.text for choice in answer.choices} == {"Hello"}
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3 + 11, 30), "each begins with <s>"
+    stream = await front.client.completions.create(model="model", prompt=[[1, 2], [3]], n=2, max_tokens=7, stream=True)
+    texts = {index: "" for index in range(4)}
+    ends = []
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends += [choice.index] if choice.finish_reason else []
+    assert set(texts.values()) == {"Hello"} and sorted(ends) == [0, 1, 2, 3]
+    tokens = [prompt_tokens(request) for request in front.dispatcher.submitted[-4:]]
+    assert sorted(tokens) == [[1, 2], [1, 2], [3], [3]]
+
+
+async def test_one_refused_prompt_refuses_all(front: Front) -> None:
+    front.dispatcher.answer = None
+    answer = await front.http.post("/v1/completions", json={"prompt": [[1], [2], [9999]]})
+    assert answer.status_code == 400 and "token id 9999" in answer.json()["error"]["message"]
+    await until(lambda: len(front.dispatcher.cancelled) == len(front.dispatcher.submitted))
+
+
+async def test_parameters_reach_the_sampler(front: Front) -> None:
+    extra = {
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "ignore_eos": True,
+        "stop_token_ids": [7],
+        "priority": 3,
+        "cache_salt": "salt",
+        "unheard_of": 1,
+    }
+    await front.client.completions.create(
+        model="model",
+        prompt=[1, 2, 3],
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        seed=-1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={},
+        user="somebody",
+        extra_body=extra,
+    )
+    (request,) = front.dispatcher.submitted
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (9, 0.5, 0.9, 4)
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.ignore_eos) == (0.1, 1.2, True)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert (sampling.stop_token_ids, sampling.seed) == ((7,), (1 << 64) - 1)
+    assert (request.queued.priority, request.namespace.spec.salt) == (3, b"salt")
+
+
+async def test_best_of_and_stop_strings(front: Front) -> None:
+    front.dispatcher.answer = [
+        NewTokens(tokens_of("Hello"), [TokenLogprobs(-1.0, [], [])] * 5),
+        Ended("length"),
+    ]
+    answer = await front.client.completions.create(model="model", prompt="x", n=2, best_of=4, stop="lo")
+    assert [choice.text for choice in answer.choices] == ["Hel", "Hel"]
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert len(front.dispatcher.submitted) == 4 and answer.usage is not None and answer.usage.completion_tokens == 20
+
+
+LIKELY = [TokenLogprobs(-0.5, [*tokens_of("H"), *tokens_of("é")[:1]], [-0.5, -math.inf])]
+
+
+async def test_logprobs_of_a_chat(front: Front) -> None:
+    front.dispatcher.answer = [NewTokens(tokens_of("H"), LIKELY), NewTokens(tokens_of("é"), LIKELY * 2), Ended("stop")]
+    whole = await front.client.chat.completions.create(model="model", messages=HI, logprobs=True, top_logprobs=2)
+    assert front.dispatcher.submitted[0].sampling.logprobs == 2
+    lists = whole.choices[0].logprobs
+    assert whole.choices[0].message.content == "Hé" and lists is not None and lists.content is not None
+    first, second, third = lists.content
+    assert (first.token, first.logprob, first.bytes) == ("H", -0.5, [72])
+    assert (second.token, second.bytes, third.bytes) == ("\N{REPLACEMENT CHARACTER}", [0xC3], [0xA9]), (
+        "half a character"
+    )
+    assert [(best.bytes, best.logprob) for best in first.top_logprobs] == [([72], -0.5), ([0xC3], -9999.0)]
+    stream = await front.client.chat.completions.create(model="model", messages=HI, logprobs=True, stream=True)
+    found = []
+    async for chunk in stream:
+        if (of_chunk := chunk.choices[0].logprobs) is not None:
+            found += of_chunk.content or []
+    assert [each.bytes for each in found] == [[72], [0xC3], [0xA9]]
+
+
+async def test_logprobs_of_a_completion(front: Front) -> None:
+    front.dispatcher.answer = [NewTokens(tokens_of("H"), LIKELY), NewTokens(tokens_of("!"), LIKELY), Ended("stop")]
+    answer = await front.client.completions.create(model="model", prompt="x", logprobs=2)
+    lists = answer.choices[0].logprobs
+    assert lists is not None
+    assert (lists.tokens, lists.token_logprobs, lists.text_offset) == (["H", "!"], [-0.5, -0.5], [0, 1])
+    replacement = "\N{REPLACEMENT CHARACTER}"
+    assert lists.top_logprobs == [{"H": -0.5, replacement: -9999.0}, {"!": -0.5, "H": -0.5, replacement: -9999.0}]
+
+
+REFUSED = [
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": 5},
+    {"prompt": [1, "a"]},
+    {"prompt": ["a", 1]},
+    {"prompt": [[1], 2]},
+    {"prompt": [[1], "a"]},
+    {"prompt": [1.5]},
+    {"prompt": [-1]},
+    {"prompt": [1 << 32]},
+    {"prompt": ["a"] * 129},
+    {"prompt": [[1]] * 129},
+    {"temperature": -1},
+    {"temperature": "hot"},
+    {"top_p": 2},
+    {"n": 0},
+    {"n": 33},
+    {"best_of": 0},
+    {"n": 2, "best_of": 1},
+    {"max_tokens": 0},
+    {"logprobs": 21},
+    {"stop": ["x"] * 17},
+    {"stop": {"a": 1}},
+    {"stop": ["x" * 100_000]},
+    {"stop_token_ids": [9999]},
+    {"priority": 1 << 40},
+    {"cache_salt": "x" * 1025},
+    {"suffix": "x"},
+    {"echo": True},
+    {"logit_bias": {"5": 1}},
+    {"min_tokens": 3},
+    {"response_format": {"type": "json_object"}},
+    {"use_beam_search": True},
+    {"logit_bias": {str(number): 1 for number in range(20_000)}},
+]
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: json.dumps(body)[:30])
+async def test_wrong_values_are_refused(front: Front, body: dict[str, Any]) -> None:
+    error = await front.complete_error(400, **body)
+    name = list(body)[-1]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == name or name.partition("_")[0] in error["message"], error
+
+
+CHATS_REFUSED = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"continue_final_message": True}, "continue_final_message"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), CHATS_REFUSED, ids=lambda value: json.dumps(value)[:30])
+async def test_wrong_chats_are_refused(front: Front, body: dict[str, Any], param: str) -> None:
+    error = await front.chat_error(400, **body)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+async def test_values_that_change_nothing_are_taken(front: Front) -> None:
+    await front.client.chat.completions.create(
+        model="model",
+        messages=HI,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        n=None,
+        stop=None,
+        extra_body={"min_tokens": 0, "skip_special_tokens": True, "logit_bias": None, "top_k": -1},
+    )
+    assert front.dispatcher.submitted
+
+
+async def test_images_are_files_in_the_request(front: Front) -> None:
+    def ask(url: str) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        return {"messages": [{"role": "user", "content": [{"type": "text", "text": "What?"}, part]}]}
+
+    error = await front.chat_error(400, **ask("https://example.org/cat.png"))
+    assert "fetches nothing" in error["message"] and error["param"] == "messages"
+    assert "base64" in (await front.chat_error(400, **ask("data:image/png,abc")))["message"]
+    assert "not valid base64" in (await front.chat_error(400, **ask("data:image/png;base64,ab*c")))["message"]
+    good = "data:image/png;base64," + base64.b64encode(bytes(1000)).decode()
+    assert "1 images, and the model reads text alone" in (await front.chat_error(400, **ask(good)))["message"]
+
+
+async def test_what_is_no_request_is_refused(front: Front) -> None:
+    for content in (b"", b"{", b"[]", b"\xff", b'{"prompt": ' + b"[" * 100_000, b'{"model": "model"}'):
+        answer = await front.http.post("/v1/completions", content=content)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", content
+    answer = await front.http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (16 << 20) + b'"}')
+    assert answer.status_code == 400 and "send at most 16777216" in answer.json()["error"]["message"]
+    assert (await front.http.get("/v1/embeddings")).json()["error"]["message"].startswith("there is no GET /v1/embed")
+
+
+async def test_errors_have_openais_status(front: Front) -> None:
+    front.dispatcher.room = 0
+    full = await front.http.post("/v1/completions", json={"prompt": "x"})
+    assert full.status_code == 429 and full.headers["retry-after"] == "1"
+    assert full.json()["error"]["type"] == "rate_limit_error"
+    error = await front.complete_error(404, model="other")
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    error = await front.complete_error(400, prompt="x" * CONTEXT)
+    assert error["code"] == "context_length_exceeded"
+    error = await front.chat_error(400, messages=[{"role": "user", "content": "x" * 10 * CONTEXT}])
+    assert error["code"] == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError, match="not known here"):
+        await front.client.with_options(api_key="nobody").models.list()
+    with pytest.raises(openai.PermissionDeniedError, match="role metrics"):
+        await front.client.with_options(api_key="metrics").models.list()
+    assert len(front.callers.refused) == 2
+    front.draining.set()
+    drained = await front.http.post("/v1/completions", json={"prompt": "x"})
+    assert drained.status_code == 503 and drained.headers["retry-after"] == "1"
+
+
+async def test_an_error_behind_the_first_piece_ends_the_stream(front: Front) -> None:
+    front.dispatcher.answer = [NewTokens(tokens_of("Hel")), UnavailableError("the worker died")]  # type: ignore[list-item]
+    stream = await front.client.completions.create(model="model", prompt="x", stream=True)
+    with pytest.raises(openai.APIError, match="the worker died"):
+        _ = [chunk async for chunk in stream]
+    front.dispatcher.answer = [NewTokens(tokens_of("Hel")), Ended("cancelled")]
+    cancelled = await front.http.post("/v1/completions", json={"prompt": "x"})
+    assert cancelled.status_code == 499 and cancelled.json()["error"]["code"] == "cancelled"
+
+
+async def test_a_request_has_the_callers_id(front: Front) -> None:
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    headers = {"X-Request-Id": "mine", "traceparent": parent}
+    answer = await front.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert answer.headers["x-request-id"] == "mine" and answer.json()["id"] == "cmpl-mine"
+    (record,) = front.generation.records.find("mine")
+    assert record.trace is not None and record.trace.trace_id == "a" * 32
+    assert record.id == answer.headers["prefixd-request-id"]
+    unnamed = await front.http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "x" * 200})
+    assert unnamed.headers["x-request-id"] == unnamed.headers["prefixd-request-id"]
+    refused = await front.http.post("/v1/completions", json={}, headers=headers)
+    assert refused.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request(front: Front, stream: bool) -> None:
+    front.dispatcher.answer = None
+    body = {"prompt": ["x", "y"], "n": 2, "stream": stream}
+    asked = asyncio.create_task(front.http.post("/v1/completions", json=body))
+    await until(lambda: len(front.dispatcher.submitted) == 4)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert len(front.dispatcher.cancelled) == 4
+
+
+async def test_a_million_token_ids_are_read(front: Front) -> None:
+    ids = list(range(200)) * 5000
+    answer = await front.http.post("/v1/completions", content=json.dumps({"prompt": ids}))
+    assert answer.status_code == 400 and "1000000 tokens" in answer.json()["error"]["message"]
+    short = [7] * (CONTEXT - 20)
+    assert (
+        await front.http.post("/v1/completions", content=json.dumps({"prompt": short}, indent=1))
+    ).status_code == 200
+    assert front.dispatcher.submitted[-1].prompt_tokens == len(short)
+
+
+async def test_a_model_without_a_template_takes_completions_only(make_front: Callable[..., Front]) -> None:
+    front = make_front(None)
+    error = await front.chat_error(400)
+    assert "the model has no chat template" in error["message"] and "/v1/completions" in error["message"]
+    assert (await front.client.completions.create(model="model", prompt="x")).choices[0].text == "Hello"

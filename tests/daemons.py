@@ -307,7 +307,8 @@ def model_directory() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="prefixd-model-"))
     try:
         LlamaForCausalLM(config).save_pretrained(directory)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(directory)
         yield directory
     finally:
         shutil.rmtree(directory)
@@ -414,6 +415,7 @@ def launch() -> Iterator[Callable[..., Remote]]:
 def model_daemon(with_model: dict[str, str | int]) -> Iterator[Remote]:
     """A daemon with the small model that many modules share; it has metrics, and loads prefixes layer by layer."""
     settings = {**with_model, "gpu.bytes": "4MiB", "server.metrics": "127.0.0.1:0", "worker.layerwise_loads": "always"}
+    settings["server.http"] = "127.0.0.1:0"
     with DaemonProcess(settings) as daemon, Remote(daemon) as remote:
         ready = admin_pb2.WorkerStats.STATE_READY
         remote.until(lambda stats: stats.worker.state == ready and all(model.namespace for model in stats.models))

@@ -12,7 +12,7 @@ _DAEMON = (
 )
 EXTRAS: dict[str, tuple[str, ...]] = {
     "daemon": _DAEMON,
-    "worker": (*_DAEMON, "torch", "transformers", "tokenizers", "safetensors", "PIL", "cuda"),
+    "worker": (*_DAEMON, "torch", "transformers", "tokenizers", "safetensors", "PIL", "cuda", "jinja2"),
     "remote": ("cryptography", "obstore"),
     "mooncake": ("mooncake",),
     "vllm": ("cuda", "pydantic"),

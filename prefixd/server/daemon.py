@@ -34,6 +34,7 @@ from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
 from prefixd.server.http.http_ports import HttpPorts
+from prefixd.server.http.openai import OpenAIRoutes
 from prefixd.server.http.operator_routes import OperatorRoutes
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.rpc.door import finish_work
@@ -256,7 +257,8 @@ class Daemon:
         hosts = {} if models is None else models.hosts
         self.records = RequestLog(elapsed_s, self.settings.server.request_records)
         self.records.ended.append(cache.measurements.count_request)
-        generation = Generation(cache, hosts, draining, elapsed_s, self.settings.worker.images_bytes, self.records)
+        images_bytes = self.settings.worker.images_bytes
+        self._generation = generation = Generation(cache, hosts, draining, elapsed_s, images_bytes, self.records)
         figures = TenantFigures(
             cache,
             self._listeners.limits.calls,
@@ -314,7 +316,9 @@ class Daemon:
         operator = OperatorRoutes(pages, self.records, self._health_status.not_ready)
         ports = HttpPorts(server, listeners.identities, listeners.limits.refusals, self._audit, operator)
         stack.push_async_callback(ports.close, _CLOSE_S)
-        return await ports.open_metrics(), await ports.open_users(lambda callers: [])
+        generation, limits = self._generation, listeners.limits
+        users = await ports.open_users(lambda callers: OpenAIRoutes(generation, callers, limits).routes())
+        return await ports.open_metrics(), users
 
     def _timeout_s(self) -> float:
         """Returns how long a drain waits for running requests and calls: 0 s if a background task has failed."""

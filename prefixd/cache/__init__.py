@@ -7,6 +7,7 @@ from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import NONE, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
+from prefixd.cache.sessions.claims import ComputeClaim
 from prefixd.cache.sessions.sessions import Lease, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.troubles import Troubles
@@ -14,6 +15,7 @@ from prefixd.cache.troubles import Troubles
 __all__ = [
     "NONE",
     "BlockChain",
+    "ComputeClaim",
     "Lease",
     "Namespace",
     "NamespaceSpec",

@@ -4,7 +4,7 @@ Engines in other processes read and fill blocks in the CPU tier's shared arena (
 worker computes blocks in the GPU tier (`record`). Both kinds are in the same trie.
 
     names      registration, tries, namespaces, namespace_room
-    engines    sessions/: leasing (read), reservations (fill), durability, pins
+    engines    sessions/: leasing (read), reservations (fill), claims, durability, pins
     worker     placement/recording
     moving     moving/, disk/, remote/; background/ ahead of need
 """
@@ -37,11 +37,12 @@ from prefixd.cache.placement.recording import Recording
 from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
 from prefixd.cache.prompt_listeners import PromptListeners
 from prefixd.cache.registration import Registration
+from prefixd.cache.sessions.claims import ComputeClaims
 from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.leasing import HitCounters, Leasing
 from prefixd.cache.sessions.pins import Pins, restore_pins
 from prefixd.cache.sessions.reservations import Reservations
-from prefixd.cache.sessions.sessions import End, Lease, LeaseTable, Process, Reservation, Session
+from prefixd.cache.sessions.sessions import End, Grant, Lease, LeaseTable, Process, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.tries import Tries
 from prefixd.observability.measurements import Measurements
@@ -106,8 +107,9 @@ class TieredCache:
 
         self._prefetches = Prefetches(self.mover, options.prefetch_bytes)
         self.leases = LeaseTable(
-            self.mover.spawn, self._prefetches.end, options, self.tenants, ended=self._measure_grant
+            self.mover.spawn, self._session_ended, options, self.tenants, ended=self._measure_grant
         )
+        self.computing = ComputeClaims(self.leases, clock, self._cached_blocks)
         self.namespace_room = NamespaceRoom(
             *(self.namespaces, self.tenants, self.leases, self.mover, self._tries, tiers.troubles, clock),
             options.namespace_bytes,
@@ -145,7 +147,7 @@ class TieredCache:
         )
         self._reservations = Reservations(
             *(self.mover, self._durability, self.leases, self.retained, self.trie, options.reserved_bytes),
-            *(self.write_back.admit, stored, self.measurements.traffic, self.prompts.tell_stored),
+            *(self.write_back.admit, stored, self.measurements.traffic, self.computing, self.prompts.tell_stored),
         )
         self.acquire, self.offsets = self._leasing.acquire, self._leasing.offsets
         self.reserve, self.commit = self._reservations.reserve, self._reservations.commit
@@ -357,13 +359,20 @@ class TieredCache:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _measure_grant(self, grant: Lease | Reservation, how: End) -> None:
+    def _measure_grant(self, grant: Grant, how: End) -> None:
         """Counts the life of a lease, or the time from a reservation to its commit."""
         timings, lasted_s = self.measurements.timings, self.clock() - grant.granted_s
         if isinstance(grant, Lease):
             timings.lease_s.observe(lasted_s, grant.session.tenant.name, how.name.lower())
         elif how is End.COMMITTED:
             timings.save_s.observe(lasted_s, "fill")
+
+    def _session_ended(self, session: Session) -> None:
+        self._prefetches.end(session)
+        self.computing.end_waits(session)
+
+    async def _cached_blocks(self, namespace: Namespace, chain: BlockChain) -> int:
+        return len(await self.match(namespace, chain))
 
     def _chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
         return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)

@@ -513,7 +513,7 @@ class ModelStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., namespace: _Optional[str] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period")
+    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period", "claims")
     class LostBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -549,6 +549,7 @@ class StatsResponse(_message.Message):
     DISK_WEAR_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
     PERIOD_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
     draining: bool
@@ -577,7 +578,22 @@ class StatsResponse(_message.Message):
     disk_wear: DiskWear
     build: BuildInfo
     period: Period
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ...) -> None: ...
+    claims: ClaimStats
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ..., claims: _Optional[_Union[ClaimStats, _Mapping]] = ...) -> None: ...
+
+class ClaimStats(_message.Message):
+    __slots__ = ("open", "granted", "waits", "taken_over", "spared_tokens")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_OVER_FIELD_NUMBER: _ClassVar[int]
+    SPARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    open: int
+    granted: int
+    waits: int
+    taken_over: int
+    spared_tokens: int
+    def __init__(self, open: _Optional[int] = ..., granted: _Optional[int] = ..., waits: _Optional[int] = ..., taken_over: _Optional[int] = ..., spared_tokens: _Optional[int] = ...) -> None: ...
 
 class NamespaceRoomStats(_message.Message):
     __slots__ = ("used_bytes", "limit_bytes", "forgotten_namespaces", "refused_namespaces")

@@ -215,14 +215,86 @@ class TierRun(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
-    __slots__ = ("blocks", "runs", "estimate")
+    __slots__ = ("blocks", "runs", "estimate", "claimed")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     runs: _containers.RepeatedCompositeFieldContainer[TierRun]
     estimate: LoadEstimate
-    def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ...) -> None: ...
+    claimed: ClaimedByOther
+    def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ..., claimed: _Optional[_Union[ClaimedByOther, _Mapping]] = ...) -> None: ...
+
+class MatchManyRequest(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "prompts", "prefill")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    namespace_id: bytes
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptToMatch]
+    prefill: Prefill
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., prompts: _Optional[_Iterable[_Union[PromptToMatch, _Mapping]]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
+
+class PromptToMatch(_message.Message):
+    __slots__ = ("token_ids", "asked")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    asked: bool
+    def __init__(self, token_ids: _Optional[bytes] = ..., asked: bool = ...) -> None: ...
+
+class MatchManyResponse(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[MatchResponse]
+    def __init__(self, answers: _Optional[_Iterable[_Union[MatchResponse, _Mapping]]] = ...) -> None: ...
+
+class ClaimedByOther(_message.Message):
+    __slots__ = ("first_block", "end_block", "prompt_blocks", "age_s", "left_s")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    END_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    end_block: int
+    prompt_blocks: int
+    age_s: float
+    left_s: float
+    def __init__(self, first_block: _Optional[int] = ..., end_block: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., age_s: _Optional[float] = ..., left_s: _Optional[float] = ...) -> None: ...
+
+class ClaimRequest(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "token_ids", "ttl_s", "wait_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    namespace_id: bytes
+    token_ids: bytes
+    ttl_s: float
+    wait_s: float
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class ClaimResponse(_message.Message):
+    __slots__ = ("claim_id", "first_block", "blocks", "ttl_s", "cached_blocks", "other")
+    CLAIM_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    claim_id: str
+    first_block: int
+    blocks: int
+    ttl_s: float
+    cached_blocks: int
+    other: ClaimedByOther
+    def __init__(self, claim_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., cached_blocks: _Optional[int] = ..., other: _Optional[_Union[ClaimedByOther, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
     __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "ttl_s", "parts", "uncounted", "prefill", "prefix_blocks", "hits", "found")
@@ -253,7 +325,7 @@ class AcquireRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., prefix_blocks: _Optional[int] = ..., hits: bool = ..., found: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "first_block", "blocks", "offsets", "ttl_s", "estimate", "cached_blocks")
+    __slots__ = ("lease_id", "first_block", "blocks", "offsets", "ttl_s", "estimate", "cached_blocks", "claimed")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +333,7 @@ class AcquireResponse(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     first_block: int
     blocks: int
@@ -268,7 +341,8 @@ class AcquireResponse(_message.Message):
     ttl_s: float
     estimate: LoadEstimate
     cached_blocks: int
-    def __init__(self, lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+    claimed: ClaimedByOther
+    def __init__(self, lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ..., cached_blocks: _Optional[int] = ..., claimed: _Optional[_Union[ClaimedByOther, _Mapping]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "namespace_id", "token_ids", "ttl_s", "parts", "first_block")

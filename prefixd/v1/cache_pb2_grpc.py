@@ -49,10 +49,20 @@ class PrefixCacheStub(object):
                 request_serializer=prefixd_dot_v1_dot_cache__pb2.MatchRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_cache__pb2.MatchResponse.FromString,
                 _registered_method=True)
+        self.MatchMany = channel.unary_unary(
+                '/prefixd.v1.PrefixCache/MatchMany',
+                request_serializer=prefixd_dot_v1_dot_cache__pb2.MatchManyRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_cache__pb2.MatchManyResponse.FromString,
+                _registered_method=True)
         self.Acquire = channel.unary_unary(
                 '/prefixd.v1.PrefixCache/Acquire',
                 request_serializer=prefixd_dot_v1_dot_cache__pb2.AcquireRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_cache__pb2.AcquireResponse.FromString,
+                _registered_method=True)
+        self.Claim = channel.unary_unary(
+                '/prefixd.v1.PrefixCache/Claim',
+                request_serializer=prefixd_dot_v1_dot_cache__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_cache__pb2.ClaimResponse.FromString,
                 _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/prefixd.v1.PrefixCache/Reserve',
@@ -136,6 +146,15 @@ class PrefixCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MatchMany(self, request, context):
+        """`Match` of several prompts of one namespace, as of the requests that wait in an engine; answered in their order. At most
+        256 prompts, of 2^20 blocks and 4 MiB together. The daemon finds one after the other and serves other calls in between,
+        so an answer is true for the moment when its prompt's turn came. UNIMPLEMENTED by daemons before 0.1: call Match.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Acquire(self, request, context):
         """Match and lease for reading. Blocks that are not in the CPU tier are brought there first, so the call can take as
         long as the disk needs. A prefix that is not cached at all is no error: `blocks` is 0 and there is no lease. One call
@@ -143,6 +162,24 @@ class PrefixCacheServicer(object):
         If the CPU tier has no room for all, since it is smaller or others hold it, the longest beginning that fits is leased,
         and `cached_blocks` tells how much is cached. A prompt of any length is read in slices: Acquire, copy, Release, with
         `prefix_blocks` and the next `first_block`. A client that holds one slice while it asks for the next may get no room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Claim(self, request, context):
+        """"I compute this": claims the blocks of `token_ids` that are not cached, from the first missing one to the last, so that
+        the tenant's other sessions can wait for them and need not compute them too. A claim is a hint: it holds no memory,
+        keeps nobody from computing or committing the same blocks, and nobody has to ask for one.
+
+        A session that claims blocks which another has claimed gets no claim, but `other`. With `wait_s` the call waits so long
+        at most, and returns as soon as
+        all blocks that the two prompts share are cached   -> a claim of the rest, or none if all are cached
+        the other claim ends otherwise                     -> the first that waits gets the claim, the others wait for it
+
+        A claim ends with Release, which takes `claim_id`; when its blocks are cached, whoever committed them; when its time is
+        over (Renew gives more); and with its session. Other tenants do not see it. RESOURCE_EXHAUSTED when the session has 64
+        claims, all sessions together have 1,024, or claims of 2^21 blocks, or 1,024 calls wait: compute without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -259,10 +296,20 @@ def add_PrefixCacheServicer_to_server(servicer, server):
                     request_deserializer=prefixd_dot_v1_dot_cache__pb2.MatchRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_cache__pb2.MatchResponse.SerializeToString,
             ),
+            'MatchMany': grpc.unary_unary_rpc_method_handler(
+                    servicer.MatchMany,
+                    request_deserializer=prefixd_dot_v1_dot_cache__pb2.MatchManyRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_cache__pb2.MatchManyResponse.SerializeToString,
+            ),
             'Acquire': grpc.unary_unary_rpc_method_handler(
                     servicer.Acquire,
                     request_deserializer=prefixd_dot_v1_dot_cache__pb2.AcquireRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_cache__pb2.AcquireResponse.SerializeToString,
+            ),
+            'Claim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=prefixd_dot_v1_dot_cache__pb2.ClaimRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_cache__pb2.ClaimResponse.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -407,6 +454,33 @@ class PrefixCache(object):
             _registered_method=True)
 
     @staticmethod
+    def MatchMany(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.PrefixCache/MatchMany',
+            prefixd_dot_v1_dot_cache__pb2.MatchManyRequest.SerializeToString,
+            prefixd_dot_v1_dot_cache__pb2.MatchManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Acquire(request,
             target,
             options=(),
@@ -423,6 +497,33 @@ class PrefixCache(object):
             '/prefixd.v1.PrefixCache/Acquire',
             prefixd_dot_v1_dot_cache__pb2.AcquireRequest.SerializeToString,
             prefixd_dot_v1_dot_cache__pb2.AcquireResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Claim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.PrefixCache/Claim',
+            prefixd_dot_v1_dot_cache__pb2.ClaimRequest.SerializeToString,
+            prefixd_dot_v1_dot_cache__pb2.ClaimResponse.FromString,
             options,
             channel_credentials,
             insecure,

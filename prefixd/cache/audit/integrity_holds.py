@@ -49,6 +49,8 @@ def audit_grants(found: Findings, cache: TieredCache) -> Steps[None]:
                 )
             elif isinstance(grant, Reservation):
                 found.reservations += 1
+    for wrong in cache.computing.check_integrity():
+        found.demand(False, wrong)
 
 
 def audit_slots(found: Findings, cache: TieredCache) -> Steps[None]:

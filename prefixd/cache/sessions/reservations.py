@@ -19,6 +19,7 @@ from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.placement.paths import enter_own, find_path, present
 from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
+from prefixd.cache.sessions.claims import ComputeClaims
 from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.quarantine import Quarantine
 from prefixd.cache.sessions.sessions import End, LeaseTable, Reservation, Session
@@ -63,6 +64,7 @@ class Reservations:
         admit: waits until the disk has caught up with a tenant's blocks.
         stored: called with committed blocks.
         traffic: counts what is stored.
+        computing: claims that commits may end.
         storing: called with the prompt of each reservation.
     """
 
@@ -77,6 +79,7 @@ class Reservations:
         admit: Callable[[Tenant], Awaitable[None]],
         stored: Callable[[Trie, Rows], None] | None,
         traffic: Traffic,
+        computing: ComputeClaims,
         storing: Callable[[Namespace, BlockChain], None] = lambda namespace, chain: None,
     ) -> None:
         self._traffic = traffic
@@ -92,6 +95,7 @@ class Reservations:
         self._clock = mover.placement.clock
         self._admit = admit
         self._stored = stored
+        self._computing = computing
         self._storing = storing
         self._returning: set[asyncio.Task[None]] = set()
         self.quarantine = Quarantine(self._give_back)
@@ -276,6 +280,9 @@ class Reservations:
             path = np.concatenate(rows)
             trie.touch(path, self._clock())  # the whole path: a block must not be worth less than its children
             placement.extend(trie, path)
+            if self._computing.concern(reservation.namespace):
+                tenant, usable = reservation.session.tenant, len(trie.usable(path))
+                self._computing.note_cached(tenant, reservation.namespace, reservation.chain, usable)
             if retention is not None:
                 await retention.apply_all(path)
             self.end(reservation, True)

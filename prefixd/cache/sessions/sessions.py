@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,21 @@ class End(StrEnum):
     EXPIRED = "its time was up"
     SESSION = "its session ended"
     COMMITTED = "it was committed"
+    CACHED = "its blocks are cached"
+
+
+class Grant(Protocol):
+    """What a session has until it releases it, its time is over, or the session ends."""
+
+    id: str
+    session: Session
+    granted_s: float
+    expires_s: float
+
+    @property
+    def held(self) -> int: ...
+
+    def end(self, at_its_word: bool) -> None: ...
 
 
 @dataclass(slots=True)
@@ -147,22 +163,22 @@ class Session:
     opened_s: float
     tenant: Tenant
     reopens: bool = False
-    grants: dict[str, Lease | Reservation] = field(default_factory=dict)
+    grants: dict[str, Grant] = field(default_factory=dict)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)
     processes: set[Process] = field(default_factory=set)
     reserved: Account = field(default_factory=Account)
     arrivals: Arrivals = field(default_factory=Arrivals)
-    granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
+    granted: Counter[type[Grant]] = field(default_factory=Counter)
     """The number of current grants of each kind."""
     stored_bytes: int = 0
     """Bytes of blocks that it has committed and the cache did not have."""
 
-    def add(self, grant: Lease | Reservation) -> None:
+    def add(self, grant: Grant) -> None:
         """Adds a grant."""
         self.grants[grant.id] = grant
         self.granted[type(grant)] += 1
 
-    def remove(self, grant: Lease | Reservation) -> None:
+    def remove(self, grant: Grant) -> None:
         """Removes a grant that it has."""
         del self.grants[grant.id]
         self.granted[type(grant)] -= 1
@@ -203,7 +219,7 @@ class LeaseTable:
         closed: Callable[[Session], None],
         options: CacheOptions,
         tenants: Tenants,
-        ended: Callable[[Lease | Reservation, End], None] = lambda grant, how: None,
+        ended: Callable[[Grant, End], None] = lambda grant, how: None,
     ) -> None:
         self._on_end = ended
         self._spawn = spawn
@@ -222,7 +238,7 @@ class LeaseTable:
         """Whether the daemon is ending."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._granted = 0
-        self._due: dict[int, dict[str, Lease | Reservation]] = {}
+        self._due: dict[int, dict[str, Grant]] = {}
         """Tick -> grant id -> grants that expire at the end of the tick."""
 
     def open(self, client_name: str, pid: int, now_s: float, tenant: Tenant, *, reopens: bool = False) -> Session:
@@ -305,7 +321,7 @@ class LeaseTable:
         if tenant.quota.grants is not None:
             tenant.check("grants", self.grants_of[tenant], "leases and reservations are held", "release some")
 
-    def grant(self, grant: Lease | Reservation) -> None:
+    def grant(self, grant: Grant) -> None:
         """Adds a grant to its session.
 
         Raises:
@@ -322,7 +338,7 @@ class LeaseTable:
         self.grants_of[grant.session.tenant] += 1
         self._schedule(grant)
 
-    def find(self, session: Session, grant_id: str) -> Lease | Reservation:
+    def find(self, session: Session, grant_id: str) -> Grant:
         """A session's grant; NotFoundError, or SessionEndedError if the session ended, tells how the grant ended."""
         grant = session.grants.get(grant_id)
         if grant is None:
@@ -351,22 +367,22 @@ class LeaseTable:
 
     def expire(self, now_s: float) -> int:
         """Ends expired grants, as many as take some milliseconds; returns how many. The next call ends the others."""
-        overdue: list[Lease | Reservation] = []
+        overdue: list[Grant] = []
         for tick in [tick for tick in self._due if tick * _TICK_S <= now_s]:
             overdue += islice(self._due[tick].values(), _EXPIRED_AT_ONCE - len(overdue))
         self._finish(overdue, End.EXPIRED, at_its_word=False)
         return len(overdue)
 
-    def _schedule(self, grant: Lease | Reservation) -> None:
+    def _schedule(self, grant: Grant) -> None:
         self._due.setdefault(_tick(grant.expires_s), {})[grant.id] = grant
 
-    def _unschedule(self, grant: Lease | Reservation) -> None:
+    def _unschedule(self, grant: Grant) -> None:
         tick = _tick(grant.expires_s)
         del self._due[tick][grant.id]
         if not self._due[tick]:
             del self._due[tick]
 
-    def forget(self, grant: Lease | Reservation, how: End) -> None:
+    def forget(self, grant: Grant, how: End) -> None:
         """Removes a grant without ending it; the caller does that."""
         grant.session.remove(grant)
         self.grants_of[grant.session.tenant] -= 1
@@ -376,11 +392,11 @@ class LeaseTable:
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
-    def count(self, kind: type[Lease] | type[Reservation]) -> int:
+    def count(self, kind: type[Grant]) -> int:
         """The number of grants of one kind in all sessions."""
         return sum(session.granted[kind] for session in self.sessions.values())
 
-    def _finish(self, grants: Sequence[Lease | Reservation], how: End, *, at_its_word: bool) -> None:
+    def _finish(self, grants: Sequence[Grant], how: End, *, at_its_word: bool) -> None:
         """Ends grants: now as many as take a millisecond, the others soon."""
         if not grants:
             return
@@ -388,7 +404,7 @@ class LeaseTable:
             self.forget(grant, how)
         self._end_all(grants, at_its_word)
 
-    def _end_all(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
+    def _end_all(self, grants: Sequence[Grant], at_its_word: bool) -> None:
         blocks = 0
         for number, grant in enumerate(grants, 1):
             blocks += _ENDED_WITH_A_GRANT + grant.held
@@ -397,7 +413,7 @@ class LeaseTable:
                 self._spawn(self._end_all_later(grants[number:], at_its_word))
                 return
 
-    async def _end_all_later(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
+    async def _end_all_later(self, grants: Sequence[Grant], at_its_word: bool) -> None:
         await give_way()
         self._end_all(grants, at_its_word)
 

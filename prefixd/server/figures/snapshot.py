@@ -115,6 +115,7 @@ class Snapshot:
                 forgotten_namespaces=cache.namespace_room.forgotten,
                 refused_namespaces=cache.namespace_room.refused,
             ),
+            claims=self._claim_stats(),
         )
 
     def troubles(self) -> list[pb.Trouble]:
@@ -205,6 +206,17 @@ class Snapshot:
             failures=remote.health.failures,
             copied_bytes=tier.store.copied_bytes,
             known_blocks=remote.known.blocks,
+        )
+
+    def _claim_stats(self) -> pb.ClaimStats:
+        claims = self.cache.computing
+        counters = claims.counters
+        return pb.ClaimStats(
+            open=len(claims),
+            granted=counters.granted,
+            waits=counters.waits,
+            taken_over=counters.taken_over,
+            spared_tokens=counters.spared_tokens,
         )
 
     def _kv_event_stats(self) -> pb.KvEventStats | None:

@@ -25,9 +25,9 @@ from prefixd.base.errors import (
 from prefixd.base.long_work.pacer import Pacer, give_way
 from prefixd.base.rules.rule_messages import from_message
 from prefixd.base.tiers import Tier
-from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
+from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Reservation, Session, TieredCache
 from prefixd.cache.cache import MAX_BLOCKS
-from prefixd.cache.index.trie import TIERS, Rows
+from prefixd.cache.index.trie import TIERS
 from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.namespaces import check_part_count
 from prefixd.cache.sessions.leasing import NO_OFFSET, Asked, BlockTiers
@@ -42,6 +42,7 @@ from prefixd.server.rpc.receiving import current_caller
 from prefixd.server.rpc.status import Context, abort
 from prefixd.server.services.call_records import CallRecords
 from prefixd.server.services.load_estimates import LoadEstimates
+from prefixd.server.services.match_answers import MatchAnswers
 from prefixd.server.services.put_stream import Put, give_back
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
@@ -55,7 +56,6 @@ _TOLD_S = 1.0
 """Time in which a client must read that its session has ended."""
 _OFFSETS_AT_ONCE = 1 << 13
 _FOUND_RUNS = 4096
-_RUNS_AT_ONCE = 256  # listed in one turn
 _AGREED = (("prefixd-agreed", "1"),)
 
 
@@ -81,6 +81,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self._draining = draining
         self._estimates = LoadEstimates(cache)
         self._records = CallRecords(cache, RequestLog(cache.clock) if records is None else records)
+        self._answers = MatchAnswers(cache, self._estimates)
         self._watches = Watches(cache)
         self.closing = asyncio.Event()
 
@@ -158,18 +159,17 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     @unary
     async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """Finds the longest cached prefix."""
-        cache = self._cache
-        session, namespace = self._opened(request.session_id, request.namespace_id)
-        chain = cache.chain(namespace, request.token_ids)
-        path = await cache.match(namespace, chain)
-        if request.asked:
-            cache.counters.ask(namespace.spec.who, len(chain) * namespace.spec.block_tokens)
-            cache.prompts.tell_looked_up(namespace, chain, len(chain), len(path))
-        elif request.counted:
-            cache.count_lookup(session, namespace, chain, path)
-        trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
-        estimate = self._estimates.estimate(trie, path, 0, chain.tokens, prefill)
-        return pb.MatchResponse(blocks=len(path), runs=await tier_runs(trie, path), estimate=estimate)
+        return await self._answers.match(*self._opened(request.session_id, request.namespace_id), request)
+
+    @unary
+    async def MatchMany(self, request: pb.MatchManyRequest) -> pb.MatchManyResponse:
+        """Finds the longest cached prefixes of several prompts."""
+        return await self._answers.match_many(*self._opened(request.session_id, request.namespace_id), request)
+
+    @granting(lambda self, request, response: self._take_back(request.session_id, response.claim_id))
+    async def Claim(self, request: pb.ClaimRequest) -> pb.ClaimResponse:
+        """Claims the blocks of a prompt that are not cached, or waits for whoever has claimed them."""
+        return await self._answers.claim(*self._opened(request.session_id, request.namespace_id), request)
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
@@ -196,6 +196,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         response = pb.AcquireResponse(
             first_block=request.first_block, estimate=watch.estimate, cached_blocks=watch.cached_blocks
         )
+        if not request.max_blocks and not request.prefix_blocks:  # else the next block may be cached
+            await self._answers.add_claim(response, session, namespace, chain, watch.cached_blocks)
         if lease is None:
             return response
         response.lease_id, response.blocks = lease.id, blocks
@@ -471,16 +473,3 @@ async def _in_turns(blocks: int, parts: int) -> AsyncIterator[slice]:
         if start:
             await give_way()
         yield slice(start, start + step)
-
-
-async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
-    """Returns the present tiers of the blocks of a usable prefix, run-length encoded."""
-    tiers = trie.distances(path)
-    starts = np.flatnonzero(np.diff(tiers, prepend=-1))
-    lengths = np.diff(starts, append=len(tiers))
-    runs = []
-    for tier, blocks in zip(tiers[starts].tolist(), lengths.tolist(), strict=True):
-        runs.append(pb.TierRun(tier=Tier(tier).wire, blocks=blocks))
-        if not len(runs) % _RUNS_AT_ONCE:
-            await give_way()
-    return runs

@@ -49,6 +49,8 @@ from prefixd.client.inference import (
 )
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.spec import (
+    ClaimedByOther,
+    ClaimResult,
     LoadEstimate,
     MatchResult,
     NamespaceSpec,
@@ -73,6 +75,8 @@ __all__ = [
     "Cache",
     "CallTimeout",
     "ChunkedWindow",
+    "ClaimResult",
+    "ClaimedByOther",
     "Client",
     "ClientClosed",
     "ClientError",

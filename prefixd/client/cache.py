@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from prefixd.client.errors import ExhaustedError, ServerError
+from prefixd.client.errors import ExhaustedError, InvalidArgumentError, ServerError, UnsupportedError
 from prefixd.client.memory import streaming
 from prefixd.client.memory.buffers import BlockBuffers, Buffer
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation, Granted
 from prefixd.client.memory.namespace import Answer, RegisteredNamespace
 from prefixd.client.memory.streaming import Slice, Wanted
 from prefixd.client.messages import TokenIds, as_count, message, token_bytes
-from prefixd.client.spec import LoadEstimate, MatchResult, NamespaceSpec, Prefill, Retention, StoreResult
+from prefixd.client.spec import ClaimResult, LoadEstimate, MatchResult, NamespaceSpec, Prefill, Retention, StoreResult
 from prefixd.v1 import cache_pb2
 
 SLICE_SHARE = 4
@@ -22,6 +22,7 @@ _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.1
 _LONGEST_WAIT_S = 2.0
 """Longest wait for memory that others hold; then a load ends with the blocks that it has."""
+_PROMPTS, _PROMPTS_BYTES = 256, 4 << 20  # of a call to MatchMany
 
 
 class AsyncCache:
@@ -35,6 +36,7 @@ class AsyncCache:
 
     def __init__(self, namespace: RegisteredNamespace) -> None:
         self._namespace = namespace
+        self._matches_many = True
 
     @property
     def spec(self) -> NamespaceSpec:
@@ -54,6 +56,62 @@ class AsyncCache:
         computing, for the estimate in the answer.
         """
         return await self._match(token_bytes(tokens), counted=counted, prefill=prefill)
+
+    async def match_many(
+        self,
+        prompts: Sequence[TokenIds],
+        *,
+        counted: bool | Sequence[bool] = False,
+        prefill: Prefill | None = None,
+    ) -> list[MatchResult]:
+        """`match` of several prompts, in one call for up to 256 of them; returns their results in order.
+
+        `counted`: as in `match`, for all prompts or for each. A daemon that is older than this call is asked about one
+        prompt after the other.
+        """
+        tokens = [token_bytes(prompt) for prompt in prompts]
+        flags = [counted] * len(tokens) if isinstance(counted, bool) else list(counted)
+        if len(flags) != len(tokens):
+            raise InvalidArgumentError(f"counted has {len(flags)} values for {len(tokens)} prompts; give one for each")
+        results = [MatchResult(0, ()) for _ in tokens]
+        for batch in _batches([len(each) for each in tokens]):
+            asked = [(tokens[place], flags[place]) for place in batch]
+            for place, result in zip(batch, await self._match_batch(asked, prefill), strict=True):
+                results[place] = result
+        return results
+
+    async def claim(self, tokens: TokenIds, *, wait_s: float = 0.0, ttl_s: float | None = None) -> ClaimResult:
+        """Says that this client computes the blocks of `tokens` that are not cached, so that others need not.
+
+        If another session of the tenant has claimed the first of them, waits for it, `wait_s` at most: until the blocks
+        that both prompts share are cached, or the claim ends without them and this client gets it. `match` again then:
+        more may be cached. A claim is a hint. It lasts for `ttl_s` seconds (None: the daemon's default) and ends when
+        its blocks are cached, or with `end_claim`. Raises `ExhaustedError` if there are too many: compute without one.
+
+        ```
+        claim = await cache.claim(tokens, wait_s=2.0)
+        try:
+            ...  # load what is cached, compute and store the rest
+        finally:
+            await cache.end_claim(claim)
+        ```
+        """
+        request = message(cache_pb2.ClaimRequest, wait_s=wait_s, ttl_s=ttl_s or 0.0)
+        answer = await self._namespace.ask(
+            "Claim",
+            request,
+            token_bytes(tokens),
+            nothing=cache_pb2.ClaimResponse,
+            grant_id=lambda response: str(response.claim_id),
+            needs_memory=False,
+            more_s=max(0.0, wait_s),
+        )
+        return ClaimResult.from_proto(answer.response)
+
+    async def end_claim(self, claim: ClaimResult) -> bool:
+        """Ends a claim; the first client that waits for its blocks gets the next one. Returns False if it had ended by
+        itself, or there was none."""
+        return bool(claim.claim_id) and await self._namespace.end_claim(claim.claim_id)
 
     async def prefetch(self, tokens: TokenIds) -> int:
         """Makes the daemon bring the prefix to CPU memory before `acquire`; returns the number of blocks on their
@@ -247,6 +305,19 @@ class AsyncCache:
         answer = await self._namespace.ask("Match", request, prompt, nothing=cache_pb2.MatchResponse)
         return MatchResult.from_proto(answer.response)
 
+    async def _match_batch(self, asked: list[tuple[bytes, bool]], prefill: Prefill | None) -> list[MatchResult]:
+        if len(asked) > 1 and self._matches_many:
+            request = cache_pb2.MatchManyRequest(
+                prompts=[cache_pb2.PromptToMatch(token_ids=prompt, asked=counted) for prompt, counted in asked],
+                prefill=None if prefill is None else prefill.to_proto(),
+            )
+            try:
+                response = await self._namespace.match_many(request)
+                return [MatchResult.from_proto(answer) for answer in response.answers]
+            except UnsupportedError:
+                self._matches_many = False
+        return [await self._match(prompt, counted=counted, prefill=prefill) for prompt, counted in asked]
+
     async def _acquire(
         self,
         prompt: bytes,
@@ -435,3 +506,18 @@ class _CacheSlices(Slices):
         async with await self._cache._acquire(self._prompt, wanted, None, self._parts) as lease:
             await lease.copy_out(self._buffers, first)
             return Slice(lease.blocks, lease.cached_blocks)
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yields the numbers of prompts to be asked about in one call, given their sizes in bytes, but for empty ones."""
+    batch: list[int] = []
+    nbytes = 0
+    for number, size in enumerate(sizes):
+        if batch and (len(batch) == _PROMPTS or nbytes + size > _PROMPTS_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        if size:
+            batch.append(number)
+            nbytes += size
+    if batch:
+        yield batch

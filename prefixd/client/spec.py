@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prefixd.base.rules.rule_messages import to_message
 from prefixd.base.rules.rules import Rule
@@ -139,13 +140,65 @@ class LoadEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimedByOther:
+    """Another session of the tenant computes blocks of the prompt (`AsyncCache.claim`).
+
+    Attributes:
+        first_block: the first claimed block, which is the first one that is not cached.
+        end_block: the claimed blocks before this one are the same in both prompts.
+        prompt_blocks: the length of the other prompt.
+        age_s: how long ago the claim was granted.
+        left_s: until it expires.
+    """
+
+    first_block: int
+    end_block: int
+    prompt_blocks: int
+    age_s: float
+    left_s: float
+
+    @classmethod
+    def from_proto(cls, response: Any, name: str) -> ClaimedByOther | None:
+        """Returns the claim in the field `name` of a response, if there is one."""
+        if not response.HasField(name):
+            return None
+        claim = getattr(response, name)
+        return cls(claim.first_block, claim.end_block, claim.prompt_blocks, claim.age_s, claim.left_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimResult:
+    """The answer to `claim`.
+
+    Attributes:
+        cached_blocks: blocks of the prompt that are cached.
+        claim_id: of the claim on all other blocks; empty if there is none: all blocks are cached, another session has
+            claimed them (`other`), or this session has, for another request.
+        ttl_s: the lifetime of the claim.
+        other: the claim of another session.
+    """
+
+    cached_blocks: int
+    claim_id: str = ""
+    ttl_s: float = 0.0
+    other: ClaimedByOther | None = None
+
+    @classmethod
+    def from_proto(cls, response: cache_pb2.ClaimResponse) -> ClaimResult:
+        """Returns the result of a message."""
+        other = ClaimedByOther.from_proto(response, "other")
+        return cls(response.cached_blocks, response.claim_id, response.ttl_s, other)
+
+
+@dataclass(frozen=True, slots=True)
 class MatchResult:
-    """The longest cached prefix: its length in blocks, the tiers of its blocks from the prompt's start, and an estimate
-    of loading it."""
+    """The longest cached prefix: its length in blocks, the tiers of its blocks from the prompt's start, an estimate
+    of loading it, and who computes the block behind it, if another session does."""
 
     blocks: int
     runs: tuple[TierRun, ...]
     estimate: LoadEstimate = field(default_factory=LoadEstimate)
+    claimed: ClaimedByOther | None = None
 
     def to_found(self) -> list[cache_pb2.TierRun]:
         """Returns the runs as Acquire and Get take them: the tiers of the blocks at the time of the match."""
@@ -160,7 +213,8 @@ class MatchResult:
         """Returns the result of a message. Raises `ServerError` for a tier that this version does not know."""
         try:
             runs = tuple(TierRun(Tier.from_wire(run.tier), run.blocks) for run in response.runs)
-            return cls(response.blocks, runs, LoadEstimate.from_proto(response.estimate))
+            claimed = ClaimedByOther.from_proto(response, "claimed")
+            return cls(response.blocks, runs, LoadEstimate.from_proto(response.estimate), claimed)
         except ValueError as error:
             raise ServerError(f"the daemon has blocks in a tier that this client does not know: {error}") from error
 

@@ -26,7 +26,7 @@ from prefixd.client.inference import GenerateEvent
 from prefixd.client.memory.buffers import Buffer
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.messages import TokenIds
-from prefixd.client.spec import LoadEstimate, MatchResult, NamespaceSpec, Prefill, Retention, StoreResult
+from prefixd.client.spec import ClaimResult, LoadEstimate, MatchResult, NamespaceSpec, Prefill, Retention, StoreResult
 from prefixd.v1 import admin_pb2, cache_pb2
 
 
@@ -241,6 +241,39 @@ class Cache(Blocking[AsyncCache]):
         computing, for the estimate in the answer.
         """
         return self._portal.run(self._inner.match(tokens, counted=counted, prefill=prefill))
+
+    def match_many(
+        self, prompts: Sequence[TokenIds], *, counted: bool | Sequence[bool] = False, prefill: Prefill | None = None
+    ) -> list[MatchResult]:
+        """`match` of several prompts, in one call for up to 256 of them; returns their results in order.
+
+        `counted`: as in `match`, for all prompts or for each. A daemon that is older than this call is asked about one
+        prompt after the other.
+        """
+        return self._portal.run(self._inner.match_many(prompts, counted=counted, prefill=prefill))
+
+    def claim(self, tokens: TokenIds, *, wait_s: float = 0.0, ttl_s: float | None = None) -> ClaimResult:
+        """Says that this client computes the blocks of `tokens` that are not cached, so that others need not.
+
+        If another session of the tenant has claimed the first of them, waits for it, `wait_s` at most: until the blocks
+        that both prompts share are cached, or the claim ends without them and this client gets it. `match` again then:
+        more may be cached. A claim is a hint. It lasts for `ttl_s` seconds (None: the daemon's default) and ends when
+        its blocks are cached, or with `end_claim`. Raises `ExhaustedError` if there are too many: compute without one.
+
+        ```
+        claim = await cache.claim(tokens, wait_s=2.0)
+        try:
+            ...  # load what is cached, compute and store the rest
+        finally:
+            await cache.end_claim(claim)
+        ```
+        """
+        return self._portal.run(self._inner.claim(tokens, wait_s=wait_s, ttl_s=ttl_s))
+
+    def end_claim(self, claim: ClaimResult) -> bool:
+        """Ends a claim; the first client that waits for its blocks gets the next one. Returns False if it had ended by
+        itself, or there was none."""
+        return self._portal.run(self._inner.end_claim(claim))
 
     def prefetch(self, tokens: TokenIds) -> int:
         """Makes the daemon bring the prefix to CPU memory before `acquire`; returns the number of blocks on their

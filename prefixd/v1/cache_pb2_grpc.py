@@ -149,7 +149,7 @@ class PrefixCacheServicer(object):
     def MatchMany(self, request, context):
         """`Match` of several prompts of one namespace, as of the requests that wait in an engine; answered in their order. At most
         256 prompts, of 2^20 blocks and 4 MiB together. The daemon finds one after the other and serves other calls in between,
-        so an answer is true for the moment when its prompt's turn came. UNIMPLEMENTED by daemons before 0.1: call Match.
+        so an answer is true for the moment when its prompt's turn came. An older daemon answers UNIMPLEMENTED: call Match.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

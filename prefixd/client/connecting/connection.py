@@ -140,22 +140,25 @@ class Connection:
 
         return await self._run_call(begin, finish)
 
-    async def call_for_grant(self, method: Any, request: Any, give_back: Callable[[Any], Awaitable[None]]) -> Any:
-        """As `call`, for an answer that grants a lease or a reservation.
+    async def call_for_grant(
+        self, method: Any, request: Any, give_back: Callable[[Any], Awaitable[None]], more_s: float = 0.0
+    ) -> Any:
+        """As `call`, for an answer that grants a lease, a reservation or a claim, `more_s` later than others may.
 
         If the caller is cancelled or out of time, the call goes on, and `give_back` is called with its answer. Without
         that the grant would last until it expires.
         """
-        call = asyncio.ensure_future(self.call(method, request, self.timeout_s + _LATE_S))
+        limit_s = self.timeout_s + more_s
+        call = asyncio.ensure_future(self.call(method, request, limit_s + _LATE_S))
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(limit_s):
                 return await asyncio.shield(call)
         except (TimeoutError, asyncio.CancelledError) as error:
             late = asyncio.create_task(_give_back_late(call, give_back))
             self._late.add(late)
             late.add_done_callback(self._late.discard)
             if isinstance(error, TimeoutError):
-                raise CallTimeout(f"no answer from the daemon at {self.address} within {self.timeout_s:g} s") from error
+                raise CallTimeout(f"no answer from the daemon at {self.address} within {limit_s:g} s") from error
             raise
 
     async def stream(self, method: Any, request: Any, timeout_s: float | None = None) -> AsyncGenerator[Any, None]:

@@ -14,6 +14,7 @@ from prefixd.client.errors import (
     InvalidArgumentError,
     MemoryUnavailable,
     NamespaceClosed,
+    NotFoundError,
     ServerUnavailable,
     SessionUnknown,
 )
@@ -109,20 +110,22 @@ class RegisteredNamespace:
         *,
         nothing: Callable[[], Any],
         grant_id: Callable[[Any], str] | None = None,
+        needs_memory: bool = True,
+        more_s: float = 0.0,
     ) -> Answer:
         """Calls the RPC `method` with the prompt, the session and the namespace set in `request`; returns the answer.
 
         For a prompt without tokens, which has no blocks, the answer is `nothing()`, without a call.
 
-        `grant_id` returns the id of the lease or reservation in a response; if the caller is cancelled, the grant is
-        released. Raises `MemoryUnavailable` if a lease or reservation is asked for and this client does not map the
-        daemon's memory.
+        `grant_id` returns the id of the grant in a response; if the caller is cancelled, the grant is released. With
+        `needs_memory`, raises `MemoryUnavailable` if a grant is asked for and this client does not map the daemon's
+        memory. The daemon may answer `more_s` later than usual.
         """
 
         async def attempt(session: Session) -> Answer:
             connection = session.connection
             asked_at_s = self.client.clock()
-            if grant_id is not None and session.arena is None:
+            if grant_id is not None and needs_memory and session.arena is None:
                 raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
             if not prompt:
                 return Answer(session, nothing(), asked_at_s)
@@ -136,10 +139,31 @@ class RegisteredNamespace:
                     release = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_id=found)
                     await connection.call(connection.cache.Release, release)
 
-            return Answer(session, await connection.call_for_grant(stub, request, give_back), asked_at_s)
+            return Answer(session, await connection.call_for_grant(stub, request, give_back, more_s), asked_at_s)
 
         request.token_ids = prompt
         return await self.in_session(attempt)
+
+    async def match_many(self, request: cache_pb2.MatchManyRequest) -> cache_pb2.MatchManyResponse:
+        """Calls `MatchMany` with the session and the namespace set in `request`."""
+
+        async def attempt(session: Session) -> cache_pb2.MatchManyResponse:
+            connection = session.connection
+            request.session_id, request.namespace_id = session.session_id, self.namespace_id
+            response: cache_pb2.MatchManyResponse = await connection.call(connection.cache.MatchMany, request)
+            return response
+
+        return await self.in_session(attempt)
+
+    async def end_claim(self, claim_id: str) -> bool:
+        """Releases a claim; returns False if it had ended already."""
+        session = await self.client.session()
+        request = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_id=claim_id)
+        try:
+            await session.connection.call(session.connection.cache.Release, request)
+        except NotFoundError:  # its blocks are cached, its time was over, or its session has ended
+            return False
+        return True
 
     async def persist(self, prompt: bytes) -> int:
         """Waits until the cached prefix of `prompt` is on disk; returns its length in blocks."""

@@ -288,9 +288,12 @@ class AsyncClient:
         response = await self.connection.call(self.connection.inference.Cancel, request)
         return bool(response.cancelled)
 
-    async def stats(self) -> admin_pb2.StatsResponse:
-        """Figures of tiers, sessions, namespaces, worker and scheduler."""
-        stats: admin_pb2.StatsResponse = await self._admin("Stats", admin_pb2.StatsRequest())
+    async def stats(self, last_s: float = 0.0) -> admin_pb2.StatsResponse:
+        """Figures of tiers, sessions, namespaces, worker and scheduler.
+
+        With `last_s` above 0 `period` has what happened in the last so many seconds, a day at most.
+        """
+        stats: admin_pb2.StatsResponse = await self._admin("Stats", admin_pb2.StatsRequest(last_s=last_s))
         return stats
 
     async def prefixes(

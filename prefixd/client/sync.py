@@ -578,9 +578,12 @@ class Client(Blocking[AsyncClient]):
         """Cancels a generation; False if no such request waits or runs."""
         return self._portal.run(self._inner.cancel(request_id))
 
-    def stats(self) -> admin_pb2.StatsResponse:
-        """Figures of tiers, sessions, namespaces, worker and scheduler."""
-        return self._portal.run(self._inner.stats())
+    def stats(self, last_s: float = 0.0) -> admin_pb2.StatsResponse:
+        """Figures of tiers, sessions, namespaces, worker and scheduler.
+
+        With `last_s` above 0 `period` has what happened in the last so many seconds, a day at most.
+        """
+        return self._portal.run(self._inner.stats(last_s))
 
     def prefixes(
         self, namespace_id: bytes = b"", limit: int = 0, by: str = "last-use"

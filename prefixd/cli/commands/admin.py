@@ -8,11 +8,17 @@ from typing import Annotated
 
 import typer
 
+from prefixd.base.durations import parse_duration
 from prefixd.base.sizes import as_size
 from prefixd.cli.connect import Address, Json, connected, run
 from prefixd.cli.failures import WrongUsage, examples
 
-STATS_EXAMPLES = examples("prefixd stats", "prefixd stats --watch 5", "prefixd stats --json | jq '.tiers[].hit_tokens'")
+STATS_EXAMPLES = examples(
+    "prefixd stats",
+    "prefixd stats --watch 5",
+    "prefixd stats --last 1h",
+    "prefixd stats --json | jq '.tiers[].hit_tokens'",
+)
 FLUSH_EXAMPLES = examples("prefixd flush")
 DRAIN_EXAMPLES = examples("prefixd drain", "prefixd drain --shutdown")
 UNDRAIN_EXAMPLES = examples("prefixd undrain")
@@ -30,33 +36,48 @@ def stats_command(
             "--watch", "-w", help="Show them again every SECONDS, until Ctrl-C; with --json, one line each time."
         ),
     ] = False,
+    last: Annotated[
+        str | None,
+        typer.Option(
+            "--last",
+            metavar="TIME",
+            show_default=False,
+            help="Show what happened in this time, such as 10m or 1h; 1d at most.",
+        ),
+    ] = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
     """Show the degraded parts, the tiers, the hit rate, the queue, the sessions, and all figures that are not 0."""
     from prefixd.cli.output import json_values as plain
+    from prefixd.cli.output import period_tables
     from prefixd.cli.output import tables as render
     from prefixd.cli.output.screen import Screen
 
+    try:
+        last_s = 0.0 if last is None else parse_duration(last)
+    except ValueError as error:
+        raise WrongUsage(f"--last: {error}") from None
+    show = render.print_stats if last is None else period_tables.print_period
     if seconds is not None and not watch:
         raise WrongUsage(f"{seconds:g} seconds without --watch; write `prefixd stats --watch {seconds:g}`")
 
     async def ask() -> None:
         async with connected(address) as client:
             if not watch:
-                stats = await client.stats()
+                stats = await client.stats(last_s)
                 if as_json:
                     plain.print_json(plain.to_plain(stats))
                 else:
-                    render.print_stats(stats)
+                    show(stats)
                 return
             with Screen() as screen:
                 while True:
-                    stats = await client.stats()
+                    stats = await client.stats(last_s)
                     if as_json:
                         plain.print_json_line(plain.to_plain(stats))
                     else:
-                        screen.show(partial(render.print_stats, stats))
+                        screen.show(partial(show, stats))
                     await asyncio.sleep(_WATCH_S if seconds is None else seconds)
 
     run(ask())

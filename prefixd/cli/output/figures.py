@@ -19,7 +19,14 @@ METRIC: Any = metric_pb2.metric
 METRICS: Any = metric_pb2.metrics
 """Option of a field that is a message with figures."""
 
-_SHOWN_APART = {"tiers", "tenants", "troubles"}  # lists that have a table, lines or a command of their own
+_SHOWN_APART = {
+    "tiers",
+    "tenants",
+    "troubles",
+    "cached",
+    "disk_wear",
+    "traffic",
+}  # have a table, lines or a command of their own
 
 
 def figure_table(stats: admin_pb2.StatsResponse) -> Table:
@@ -60,7 +67,12 @@ def figure_rows(message: Message, within: str = "") -> Iterator[tuple[str, str, 
             part = options.Extensions[METRICS]
             for one in value if len(value) > 1 or not part.several else ():
                 yield from figure_rows(one, f"{place}.{getattr(one, part.by)}.")
-        elif options.HasExtension(METRICS) and not field.is_repeated and message.HasField(field.name):
+        elif (
+            options.HasExtension(METRICS)
+            and not field.is_repeated
+            and field.name not in _SHOWN_APART
+            and message.HasField(field.name)
+        ):
             yield from figure_rows(value, place + ".")
 
 
@@ -83,7 +95,7 @@ def quantiles_text(values: Sequence[float | None], count: int) -> str | None:
 
 
 def short_seconds(value: float) -> str:
-    """Returns `850 us`, `12 ms`, `3.4 s` or `2:05`."""
+    """Returns `850 us`, `12 ms`, `3.4 s` or `0:02:05`."""
     if value < 1e-3:
         return f"{value * 1e6:.0f} us"
     if value < 1:

@@ -12,6 +12,7 @@ from rich.text import Text
 from prefixd.base.sizes import as_size
 from prefixd.cli.output.figures import figure_table
 from prefixd.cli.output.grid import console, duration, table, tier_name
+from prefixd.cli.output.period_tables import fill_table, outcome_line, wear_line
 from prefixd.cli.output.terminal import cleaned, shown
 from prefixd.v1 import admin_pb2
 
@@ -140,6 +141,10 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     for tier in stats.tiers:
         if tier.most_bytes:
             out.print(_size_line(tier), markup=False)
+    if (who := fill_table(stats)) is not None:
+        out.print(who)
+    if stats.traffic.requests:
+        out.print(outcome_line(stats.traffic.requests), markup=False)
     if stats.namespaces:
         out.print(_namespace_table(stats.namespaces, stats.models))
         if stats.other_namespaces:
@@ -147,6 +152,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     if stats.sessions:
         out.print(_session_table(stats.sessions))
     out.print(figure_table(stats))
+    if stats.HasField("disk_wear"):
+        out.print(wear_line(stats.disk_wear), markup=False)
     if stats.HasField("remote"):
         out.print(f"shared store: {stats.remote.store}", markup=False)
     for tier in stats.tiers:
@@ -216,7 +223,7 @@ def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Seq
 
 
 def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
-    numbers = ("pid", "leases", "reservations", "open for")
+    numbers = ("pid", "leases", "reservations", "stored", "open for")
     made = table("session", *numbers, right=numbers, fold=("session",))
     for session in sessions:
         made.add_row(
@@ -224,6 +231,7 @@ def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
             str(session.pid or "-"),
             str(session.leases),
             str(session.reservations),
+            as_size(session.stored_bytes),
             duration(session.age_s),
         )
     return made

@@ -23,13 +23,13 @@ class FigurePages:
     """Writes the figures as pages.
 
     Args:
-        take: returns the figures; called on the event loop, once for each page.
+        take: returns the figures (`Snapshot.take`); called on the event loop, once for each page.
 
     Raises:
         OutOfMemoryError: the thread that writes the pages cannot be started.
     """
 
-    def __init__(self, take: Callable[[], Awaitable[pb.StatsResponse]]) -> None:
+    def __init__(self, take: Callable[[float], Awaitable[pb.StatsResponse]]) -> None:
         self._take = take
         self._threads = started_threads(1, "prefixd-metrics")
         self._rendering = asyncio.Lock()
@@ -42,11 +42,15 @@ class FigurePages:
         """Returns the metrics and their content type, in the format that the header `Accept` asks for."""
         return await self._page(lambda stats: metrics_page(stats, accept))
 
-    async def stats(self) -> bytes:
-        """Returns the figures as JSON, as `prefixd stats --json` prints them."""
-        return await self._page(lambda stats: json.dumps(to_plain(stats)).encode())
+    async def stats(self, last_s: float = 0.0) -> bytes:
+        """Returns the figures as JSON, as `prefixd stats --json --last` prints them.
 
-    async def _page(self, write: Callable[[pb.StatsResponse], Page]) -> Page:
+        Raises:
+            InvalidArgumentError: so long a period is not kept.
+        """
+        return await self._page(lambda stats: json.dumps(to_plain(stats)).encode(), last_s)
+
+    async def _page(self, write: Callable[[pb.StatsResponse], Page], last_s: float = 0.0) -> Page:
         async with self._rendering:
-            stats = await self._take()
+            stats = await self._take(last_s)
             return await asyncio.get_running_loop().run_in_executor(self._threads, write, stats)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from prefixd.base.errors import InvalidArgumentError
 from prefixd.observability.request_log import RequestLog
 from prefixd.server.figures.figure_pages import FigurePages
 from prefixd.server.http.http_callers import HttpCallers
@@ -73,7 +74,16 @@ class OperatorRoutes:
         return Response(page, headers={"Content-Type": content_type} | _NEVER_STORED)
 
     async def _stats(self, request: Request) -> Response:
-        return Response(await self._pages.stats(), media_type=JSONResponse.media_type, headers=_NEVER_STORED)
+        text = request.query_params.get("last_s", "0")
+        try:
+            last_s = float(text)
+        except ValueError:
+            return PlainTextResponse(f"last_s={text[:20]} is no number; write /api/stats?last_s=3600\n", 400)
+        try:
+            page = await self._pages.stats(last_s)
+        except InvalidArgumentError as error:
+            return PlainTextResponse(f"{error}\n", 400)
+        return Response(page, media_type=JSONResponse.media_type, headers=_NEVER_STORED)
 
     async def _requests(self, request: Request) -> Response:
         text = request.query_params.get("last", "20")

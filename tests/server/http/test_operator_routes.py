@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from prefixd.base.errors import ConfigError
+from prefixd.base.errors import ConfigError, InvalidArgumentError
 from prefixd.base.plain_messages import to_plain
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.observability.request_log import RequestLog
@@ -59,9 +59,13 @@ class Served:
         self.url = ""
         self.users_url: str | None = None
 
-    async def _take(self) -> pb.StatsResponse:
+    async def _take(self, last_s: float) -> pb.StatsResponse:
         if self.fails:
             raise ZeroDivisionError
+        if last_s > 60:
+            raise InvalidArgumentError(f"last_s = {last_s:g} is too long")
+        if last_s:
+            self.stats.period.seconds = last_s
         return self.stats
 
     async def open(self) -> None:
@@ -126,6 +130,10 @@ async def test_the_metrics_have_the_figures_of_their_moment(serve: Serve) -> Non
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
     assert (await served.get("/api/stats")).json() == to_plain(served.stats)
+    assert (await served.get("/api/stats?last_s=30.5")).json()["period"]["seconds"] == 30.5
+    for wrong, words in (("61", "last_s = 61 is too long"), ("often", "last_s=often is no number")):
+        answer = await served.get(f"/api/stats?last_s={wrong}")
+        assert (answer.status_code, words in answer.text) == (400, True)
     missing = await served.get("/favicon.ico")
     assert missing.status_code == 404 and "/metrics" in missing.text
 
@@ -290,7 +298,7 @@ def test_addresses_that_need_no_tls() -> None:
 def test_no_thread_for_the_pages_is_said(
     no_more_threads: Callable[[], AbstractContextManager[list[str]]],
 ) -> None:
-    async def take() -> pb.StatsResponse:
+    async def take(last_s: float) -> pb.StatsResponse:
         return pb.StatsResponse()
 
     with no_more_threads(), pytest.raises(OutOfMemoryError, match="ulimit -u"):

@@ -10,6 +10,7 @@ from prefixd.observability.histogram import Histogram, LabelledCounter, bounds
 from prefixd.observability.request_record import Kind, RequestRecord, StageName
 
 _WHO = ("tenant", "model")
+_TIERS = tuple((int(tier), tier.label) for tier in Tier)
 _UNKNOWN = "(unknown)"
 """The model of requests that name one which is not there: their names are their callers' fantasy."""
 
@@ -44,9 +45,9 @@ class Traffic:
 
     def find(self, who: tuple[str, str], tokens: list[int]) -> None:
         """Counts prompt tokens that were found, by tier."""
-        for tier in Tier:
-            if tokens[tier]:
-                self.hit_tokens.add(tokens[tier], *who, tier.label)
+        for level, tier in _TIERS:
+            if tokens[level]:
+                self.hit_tokens.add(tokens[level], *who, tier)
 
 
 class Measurements:

@@ -29,7 +29,7 @@ def print_period(stats: admin_pb2.StatsResponse) -> None:
     found = sum(total.hit_tokens)
     rate = f" ({found / total.asked_tokens:.0%})" if total.asked_tokens else ""
     out.print(f"prompt tokens: {total.asked_tokens:,} asked for, {found:,} found in the cache{rate}")
-    out.print(_tier_table(total))
+    out.print(_tier_table(total, {tier.tier for tier in stats.tiers}))
     if len(period.points) > 1:
         rates = [sum(each.hit_tokens) / each.asked_tokens if each.asked_tokens else 0.0 for each in period.points]
         out.print(f"hit rate, {duration(period.step_s)} a bar: {bars(rates)}", markup=False)
@@ -86,18 +86,17 @@ def wear_line(wear: admin_pb2.DiskWear) -> str:
         f"{as_size(round(wear.mean_bytes_per_s * _DAY_S))} a day since the start"
     )
     if wear.HasField("used_ratio"):
-        line += f"; {wear.used_ratio:.1%} of its endurance of {as_size(wear.endurance_bytes)} used"
+        line += f"; {wear.used_ratio:.1%} of its endurance of {wear.endurance_bytes / 1e12:,.4g} TB used"
     if wear.HasField("left_s"):
         line += f", {wear.left_s / _YEAR_S:,.1f} years left"
     return line
 
 
-def _tier_table(total: admin_pb2.PeriodFigures) -> Table:
+def _tier_table(total: admin_pb2.PeriodFigures, existing: set[int]) -> Table:
     numbers = ("found\ntokens", "of all\nasked", "brought\nup", "evicted\nblocks")
     made = table("tier", *numbers, right=numbers)
-    for tier in Tier:
-        if tier >= min(map(len, (total.hit_tokens, total.loaded_bytes, total.evicted_blocks))):
-            break
+    known = min(map(len, (total.hit_tokens, total.loaded_bytes, total.evicted_blocks)))
+    for tier in [tier for tier in Tier if tier < known and tier.wire in existing]:
         found, loaded, evicted = total.hit_tokens[tier], total.loaded_bytes[tier], total.evicted_blocks[tier]
         share = f"{found / total.asked_tokens:.1%}" if total.asked_tokens else "-"
         made.add_row(tier.label, f"{found:,}", share, as_size(loaded), f"{evicted:,}")

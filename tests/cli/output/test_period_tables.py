@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from prefixd.base.tiers import Tier
 from prefixd.cli.output.figures import figure_rows, short_seconds
 from prefixd.cli.output.period_tables import bars, print_period, wear_line
 from prefixd.cli.output.tables import print_stats
@@ -26,12 +27,14 @@ def test_the_last_hour_is_told_tier_by_tier(capsys: pytest.CaptureFixture[str]) 
         first_token_s=pb.Quantiles(count=12, p50=0.02, p95=0.4, p99=1.5),
     )
     points = [pb.PeriodFigures(asked_tokens=10, hit_tokens=[0, found, 0, 0]) for found in (0, 5, 10)]
-    print_period(pb.StatsResponse(period=pb.Period(seconds=3600, total=total, step_s=60, points=points)))
+    period = pb.Period(seconds=3600, total=total, step_s=60, points=points)
+    print_period(pb.StatsResponse(period=period, tiers=[pb.TierStats(tier=Tier(level).wire) for level in (0, 2)]))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "1:00:00" in lines[0]
     assert "prompt tokens: 1,000 asked for, 800 found in the cache (80%)" in lines
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("gpu", "cpu", "disk", "remote"))}
     assert rows["gpu"] == ["100", "10.0%", "0", "B", "7"]
+    assert rows.keys() == {"gpu", "disk"}, "the tiers of this daemon"
     assert rows["disk"] == ["200", "20.0%", "3.0", "MiB", "0"]
     assert "hit rate, 0:01:00 a bar:  ▄█" in lines
     assert "first token: p50 20 ms, p95 400 ms, p99 1.5 s of 12 requests" in lines
@@ -69,8 +72,8 @@ def test_who_fills_the_cache_is_told_the_largest_first(capsys: pytest.CaptureFix
 def test_the_wear_of_the_disk() -> None:
     wear = pb.DiskWear(path="/disk", recent_bytes_per_s=(1 << 30) / 86400, mean_bytes_per_s=0)
     assert wear_line(wear) == ("disk: 1.0 GiB a day written at the rate of the last hour, 0 B a day since the start")
-    wear.endurance_bytes, wear.used_ratio, wear.left_s = 1 << 50, 0.123, 365.25 * 86400 * 4
-    assert wear_line(wear).endswith("; 12.3% of its endurance of 1024.0 TiB used, 4.0 years left")
+    wear.endurance_bytes, wear.used_ratio, wear.left_s = 1_200_000_000_000_000, 0.123, 365.25 * 86400 * 4
+    assert wear_line(wear).endswith("; 12.3% of its endurance of 1,200 TB used, 4.0 years left")
 
 
 def test_histograms_are_told_by_their_quantiles() -> None:

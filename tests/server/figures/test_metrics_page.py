@@ -46,7 +46,6 @@ def test_names_follow_the_conventions() -> None:
             "milliseconds",
             "kb",
             "mb",
-            "gib",
             "days",
             "hours",
             "minutes",

@@ -8,7 +8,20 @@ from typing import Annotated
 import typer
 
 from prefixd import __version__
-from prefixd.cli.commands import admin, config, doctor, generate, plan, prefixes, recover, serve, tenants, tier, verify
+from prefixd.cli.commands import (
+    admin,
+    config,
+    doctor,
+    generate,
+    plan,
+    prefixes,
+    recover,
+    serve,
+    tenants,
+    tier,
+    verify,
+    why,
+)
 from prefixd.cli.connect import asks_daemon
 from prefixd.cli.demo import demo
 from prefixd.cli.failures import CleanGroup, examples, paragraphs
@@ -34,6 +47,7 @@ _add("demo", "Run", demo.demo_command, demo.EXAMPLES)
 _add("plan", "Run", with_option_groups(plan.plan_command), plan.EXAMPLES)
 _add("stats", "Look", asks_daemon(admin.stats_command), admin.STATS_EXAMPLES)
 _add("ls", "Look", asks_daemon(prefixes.ls_command), prefixes.LS_EXAMPLES)
+_add("why", "Look", asks_daemon(why.why_command), why.EXAMPLES)
 _add("inspect", "Look", asks_daemon(with_option_groups(prefixes.inspect_command)), prefixes.INSPECT_EXAMPLES)
 _add("pin", "Change", asks_daemon(with_option_groups(prefixes.pin_command)), prefixes.PIN_EXAMPLES)
 _add("unpin", "Change", asks_daemon(with_option_groups(prefixes.unpin_command)), prefixes.UNPIN_EXAMPLES)

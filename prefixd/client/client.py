@@ -424,6 +424,15 @@ class AsyncClient:
         resized: admin_pb2.ResizeTierResponse = await self._follow("ResizeTier", request, on_progress)
         return resized
 
+    async def why(self, request_id: str = "", *, last: int = 0, calls: bool = False) -> list[admin_pb2.RequestInfo]:
+        """Why requests took their time: those with this id, the caller's own or the daemon's. For operators.
+
+        Without an id, the `last` requests, 64 at most, the latest first; with `calls`, engines' calls among them.
+        Raises `NotFoundError` if no request with this id is remembered.
+        """
+        request = admin_pb2.WhyRequest(request_id=request_id, last=last, calls=calls)
+        return list((await self._admin("Why", request)).requests)
+
     async def tenants(self) -> list[admin_pb2.TenantStats]:
         """All tenants with their use and their quotas. For operators."""
         response = await self._admin("ListTenants", admin_pb2.ListTenantsRequest())

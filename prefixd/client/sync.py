@@ -664,6 +664,14 @@ class Client(Blocking[AsyncClient]):
         """
         return self._portal.run(self._inner.resize_tier(tier, nbytes, wait_s=wait_s, on_progress=on_progress))
 
+    def why(self, request_id: str = "", *, last: int = 0, calls: bool = False) -> list[admin_pb2.RequestInfo]:
+        """Why requests took their time: those with this id, the caller's own or the daemon's. For operators.
+
+        Without an id, the `last` requests, 64 at most, the latest first; with `calls`, engines' calls among them.
+        Raises `NotFoundError` if no request with this id is remembered.
+        """
+        return self._portal.run(self._inner.why(request_id, last=last, calls=calls))
+
     def tenants(self) -> list[admin_pb2.TenantStats]:
         """All tenants with their use and their quotas. For operators."""
         return self._portal.run(self._inner.tenants())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 
 from prefixd.base.errors import PrefixdError
@@ -28,6 +28,7 @@ class RequestLog:
         unix_clock: seconds since 1970.
 
     Attributes:
+        kept: number of records to keep.
         ended: listeners; each is called once with every record that has ended, on the event loop, so it must be quick
             and must not raise. A listener may read the record later: nothing changes it any more.
     """
@@ -41,7 +42,7 @@ class RequestLog:
         self.ended: list[Callable[[RequestRecord], None]] = []
         self._clock = clock
         self._unix_clock = unix_clock
-        self._kept = kept
+        self.kept = kept
         self._numbers = itertools.count(1)
         self._records: OrderedDict[int, RequestRecord] = OrderedDict()  # by number, the oldest first
         self._by_id: dict[str, list[int]] = {}  # numbers, of ids and of clients' ids; the oldest first
@@ -87,12 +88,12 @@ class RequestLog:
             trace=trace,
             _on_end=self._end,
         )
-        if self._kept:
+        if self.kept:
             self._records[number] = record
             self._enter(record.id, number)
             if client_id and client_id != record.id:
                 self._enter(client_id, number)
-            if len(self._records) > self._kept:
+            if len(self._records) > self.kept:
                 self._drop_oldest()
         return record
 
@@ -100,7 +101,7 @@ class RequestLog:
         """Gives a record that has just begun the id that was chosen for the request."""
         if record.id == id:
             return
-        if self._kept and (numbers := self._by_id.get(record.id)):
+        if self.kept and (numbers := self._by_id.get(record.id)):
             number = next((number for number in reversed(numbers) if self._records.get(number) is record), None)
             if number is not None:
                 if record.id != record.client_id:
@@ -114,13 +115,18 @@ class RequestLog:
         found = (self._records[number] for number in self._by_id.get(id, ()))
         return [record for record in found if tenant is None or record.tenant == tenant]
 
-    def last(self, n: int, tenant: str | None = None) -> list[RequestRecord]:
-        """The last `n` records, the latest first. `tenant`: only those of this tenant."""
-        return list(islice(self._latest(tenant), n))
+    @property
+    def now_s(self) -> float:
+        """The present time of the records' clock."""
+        return self._clock()
 
-    def _latest(self, tenant: str | None) -> Iterator[RequestRecord]:
+    def last(self, n: int, tenant: str | None = None, *, kinds: Collection[Kind] | None = None) -> list[RequestRecord]:
+        """The last `n` records, the latest first. `tenant`, `kinds`: only those of this tenant, of these kinds."""
+        return list(islice(self._latest(tenant, kinds), n))
+
+    def _latest(self, tenant: str | None, kinds: Collection[Kind] | None) -> Iterator[RequestRecord]:
         for record in reversed(self._records.values()):
-            if tenant is None or record.tenant == tenant:
+            if (tenant is None or record.tenant == tenant) and (kinds is None or record.kind in kinds):
                 yield record
 
     def _end(self, record: RequestRecord) -> None:

@@ -54,7 +54,8 @@ class StageName(StrEnum):
     """Cached blocks were brought up. `tier` (the farthest that they came from), `blocks`, `bytes`, `urgency` (`demand`
     if the request waited for it from the start, else `prefetch`), `outcome` (`complete`; `given_up`: computing was
     faster; `failed`; `withdrawn`: nobody waits for it any more; of engines `cut`: fewer blocks than were found),
-    `arrived_blocks`. `beside`: it went on while the request computed the front of its prefix."""
+    `arrived_blocks`; of a failed load `block_key`, the block that did not come. `beside`: it went on while the request
+    computed the front of its prefix."""
     PREFILL = "prefill"
     """From the hand-over to the first token of a run. `computed_tokens` (those of the prompt that were not found)."""
     DECODE = "decode"
@@ -167,7 +168,8 @@ class RequestRecord:
         reason: of `refused` and `failed`, the error's text.
         stages: where its time went, in the order of their starts; at most `MOST_STAGES`.
         left_out: number of stages that were not kept.
-        waits: seconds in the queue, by what it waited for.
+        waits: seconds in the queue before its first token, by what it waited for.
+        later_waits: the same after its first token: it had been interrupted.
         missing: what its prompt lacked of the cache when it came; None if nothing.
         degraded: the parts of the daemon that were degraded when it came (`Troubles`).
         uncached: it ran without the cache, which is off, has no room for its namespace, or had damaged blocks.
@@ -201,6 +203,7 @@ class RequestRecord:
     stages: list[Stage] = field(default_factory=list)
     left_out: int = 0
     waits: dict[Wait, float] = field(default_factory=dict)
+    later_waits: dict[Wait, float] = field(default_factory=dict)
     missing: MissingBlocks | None = None
     degraded: tuple[str, ...] = ()
     uncached: bool = False
@@ -269,8 +272,16 @@ class RequestRecord:
         if reason is before:
             return
         if before is not None:
-            self.waits[before] = self.waits.get(before, 0.0) + now_s - self._waits_since_s
+            waits = self.waits if self.first_token_s is None else self.later_waits
+            waits[before] = waits.get(before, 0.0) + now_s - self._waits_since_s
         self._waits_for, self._waits_since_s = reason, now_s
+
+    def waits_until(self, now_s: float) -> dict[Wait, float]:
+        """Seconds by what it waited for before its first token, with the present wait up to now."""
+        if self._waits_for is None or self.first_token_s is not None:
+            return self.waits
+        lasts = self.waits.get(self._waits_for, 0.0) + now_s - self._waits_since_s
+        return {**self.waits, self._waits_for: lasts}
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from prefixd.server.services.admin_service import AdminService
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.server.services.inference_service import InferenceService
 from prefixd.server.services.prompt_lookup import PromptLookup
+from prefixd.server.services.why_answers import WhyAnswers
 from prefixd.server.settings_reload import SettingsReload
 from prefixd.server.startup.compute_device import resolve_device
 from prefixd.server.startup.exclusive_use import lock_directory, remove_stale_socket
@@ -256,6 +257,8 @@ class Daemon:
         cache, models, draining = self.cache, self.models, self._draining
         hosts = {} if models is None else models.hosts
         self.records = RequestLog(elapsed_s, self.settings.server.request_records)
+        if not self.records.kept:
+            cache.placement.evictions.kept = 0
         self.records.ended.append(cache.measurements.count_request)
         images_bytes = self.settings.worker.images_bytes
         self._generation = generation = Generation(cache, hosts, draining, elapsed_s, images_bytes, self.records)
@@ -292,6 +295,7 @@ class Daemon:
             tier_resize,
             tenants=figures,
             audit=self._audit,
+            why=WhyAnswers(cache, generation),
         )
         service = PrefixCacheService(cache, None if self._arena is None else memory_socket, draining, self.records)
         services = self._listeners.services

@@ -680,6 +680,205 @@ class TenantStats(_message.Message):
     refused: _containers.ScalarMap[str, int]
     def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[TenantQuota, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TenantTierUse, _Mapping]]] = ..., sessions: _Optional[int] = ..., grants: _Optional[int] = ..., namespaces: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., calls: _Optional[int] = ..., retained_bytes: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
+class WhyRequest(_message.Message):
+    __slots__ = ("request_id", "last", "calls")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    last: int
+    calls: bool
+    def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ..., calls: bool = ...) -> None: ...
+
+class WhyResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestInfo]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ...) -> None: ...
+
+class RequestInfo(_message.Message):
+    __slots__ = ("id", "client_id", "trace_id", "kind", "method", "tenant", "model", "arrived_unix_s", "age_s", "handed_over_s", "first_token_s", "ended_s", "outcome", "status", "reason", "sequences", "prompt_tokens", "output_tokens", "blocks", "found", "used", "stages", "stages_left_out", "waits", "missing", "decisions", "preempted", "preempted_for", "restarts", "degraded", "uncached", "cause", "sentence", "cause_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FOR_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    client_id: str
+    trace_id: str
+    kind: str
+    method: str
+    tenant: str
+    model: str
+    arrived_unix_s: float
+    age_s: float
+    handed_over_s: float
+    first_token_s: float
+    ended_s: float
+    outcome: str
+    status: str
+    reason: str
+    sequences: int
+    prompt_tokens: int
+    output_tokens: int
+    blocks: int
+    found: _containers.RepeatedCompositeFieldContainer[TierTokens]
+    used: _containers.RepeatedCompositeFieldContainer[TierTokens]
+    stages: _containers.RepeatedCompositeFieldContainer[StageInfo]
+    stages_left_out: int
+    waits: _containers.RepeatedCompositeFieldContainer[WaitInfo]
+    missing: MissingInfo
+    decisions: _containers.RepeatedCompositeFieldContainer[LoadDecision]
+    preempted: int
+    preempted_for: _containers.RepeatedScalarFieldContainer[str]
+    restarts: int
+    degraded: _containers.RepeatedScalarFieldContainer[str]
+    uncached: bool
+    cause: str
+    sentence: str
+    cause_s: float
+    def __init__(self, id: _Optional[str] = ..., client_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., kind: _Optional[str] = ..., method: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., arrived_unix_s: _Optional[float] = ..., age_s: _Optional[float] = ..., handed_over_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., outcome: _Optional[str] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., sequences: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., found: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., used: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageInfo, _Mapping]]] = ..., stages_left_out: _Optional[int] = ..., waits: _Optional[_Iterable[_Union[WaitInfo, _Mapping]]] = ..., missing: _Optional[_Union[MissingInfo, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[LoadDecision, _Mapping]]] = ..., preempted: _Optional[int] = ..., preempted_for: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., degraded: _Optional[_Iterable[str]] = ..., uncached: bool = ..., cause: _Optional[str] = ..., sentence: _Optional[str] = ..., cause_s: _Optional[float] = ...) -> None: ...
+
+class TierTokens(_message.Message):
+    __slots__ = ("tier", "tokens")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tier: _cache_pb2.Tier
+    tokens: int
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class StageInfo(_message.Message):
+    __slots__ = ("name", "start_s", "end_s", "attributes")
+    class AttributesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    END_S_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    start_s: float
+    end_s: float
+    attributes: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., start_s: _Optional[float] = ..., end_s: _Optional[float] = ..., attributes: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class WaitInfo(_message.Message):
+    __slots__ = ("reason", "seconds", "later")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LATER_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    seconds: float
+    later: bool
+    def __init__(self, reason: _Optional[str] = ..., seconds: _Optional[float] = ..., later: bool = ...) -> None: ...
+
+class MissingInfo(_message.Message):
+    __slots__ = ("found_blocks", "missing_blocks", "block_tokens", "difference", "evictions", "looked_for", "other_namespace", "other_tenant", "other_differs")
+    FOUND_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_FOR_FIELD_NUMBER: _ClassVar[int]
+    OTHER_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_TENANT_FIELD_NUMBER: _ClassVar[int]
+    OTHER_DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    found_blocks: int
+    missing_blocks: int
+    block_tokens: int
+    difference: TokenDifference
+    evictions: _containers.RepeatedCompositeFieldContainer[Eviction]
+    looked_for: int
+    other_namespace: str
+    other_tenant: str
+    other_differs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, found_blocks: _Optional[int] = ..., missing_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., difference: _Optional[_Union[TokenDifference, _Mapping]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., looked_for: _Optional[int] = ..., other_namespace: _Optional[str] = ..., other_tenant: _Optional[str] = ..., other_differs: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TokenDifference(_message.Message):
+    __slots__ = ("token", "block", "expected_id", "actual_id", "expected_text", "actual_text", "equal_tokens", "compared_tokens")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTUAL_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TEXT_FIELD_NUMBER: _ClassVar[int]
+    ACTUAL_TEXT_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token: int
+    block: int
+    expected_id: int
+    actual_id: int
+    expected_text: str
+    actual_text: str
+    equal_tokens: int
+    compared_tokens: int
+    def __init__(self, token: _Optional[int] = ..., block: _Optional[int] = ..., expected_id: _Optional[int] = ..., actual_id: _Optional[int] = ..., expected_text: _Optional[str] = ..., actual_text: _Optional[str] = ..., equal_tokens: _Optional[int] = ..., compared_tokens: _Optional[int] = ...) -> None: ...
+
+class Eviction(_message.Message):
+    __slots__ = ("blocks", "before_s", "tier", "reason", "tenant", "by")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_S_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    before_s: float
+    tier: _cache_pb2.Tier
+    reason: str
+    tenant: str
+    by: str
+    def __init__(self, blocks: _Optional[int] = ..., before_s: _Optional[float] = ..., tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., reason: _Optional[str] = ..., tenant: _Optional[str] = ..., by: _Optional[str] = ...) -> None: ...
+
+class LoadDecision(_message.Message):
+    __slots__ = ("at_s", "blocks", "tier", "load_s", "compute_s", "by_setting")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    BY_SETTING_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    blocks: int
+    tier: _cache_pb2.Tier
+    load_s: float
+    compute_s: float
+    by_setting: bool
+    def __init__(self, at_s: _Optional[float] = ..., blocks: _Optional[int] = ..., tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., load_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., by_setting: bool = ...) -> None: ...
+
 class ListTenantsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -94,6 +94,11 @@ class AdminStub(object):
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.FromString,
                 _registered_method=True)
+        self.Why = channel.unary_unary(
+                '/prefixd.v1.Admin/Why',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.WhyRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.WhyResponse.FromString,
+                _registered_method=True)
         self.ListTenants = channel.unary_unary(
                 '/prefixd.v1.Admin/ListTenants',
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
@@ -212,6 +217,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Why(self, request, context):
+        """Why requests took the time that they took: those with an id, or the last ones. The daemon remembers the last
+        `server.request_records` requests, engines' calls among them. An unknown id is NOT_FOUND; without an id and without
+        `last`, INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListTenants(self, request, context):
         """All tenants with their quotas and their use.
         """
@@ -296,6 +310,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ResizeTier,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.SerializeToString,
+            ),
+            'Why': grpc.unary_unary_rpc_method_handler(
+                    servicer.Why,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.WhyRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.WhyResponse.SerializeToString,
             ),
             'ListTenants': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTenants,
@@ -637,6 +656,33 @@ class Admin(object):
             '/prefixd.v1.Admin/ResizeTier',
             prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.SerializeToString,
             prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Why(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Why',
+            prefixd_dot_v1_dot_admin__pb2.WhyRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.WhyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -216,7 +216,7 @@ async def test_a_call_leaves_a_record(desk: Desk) -> None:
     assert (record.outcome, record.prompt_tokens, record.output_tokens) == ("stop", 5, 2)
     assert (record.tenant, record.model, record.arrival_s) == ("default", "model", 3.0)
     names = [stage.name.value for stage in record.stages]
-    assert names == ["receive", "model", "tokenize", "images", "store_lookup"], "the dispatcher, faked here, has others"
+    assert names == ["receive", "model", "tokenize", "store_lookup"], "the dispatcher, faked here, has others"
 
 
 async def test_a_call_that_ends_early_leaves_its_reason(desk: Desk) -> None:

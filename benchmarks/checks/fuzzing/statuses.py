@@ -49,6 +49,7 @@ _CAUSES = {
     "Drain": "any",
     "Verify": "any state",
     "ResizeTier": "any room state none",
+    "Why": "any known",
     "ListTenants": "any",
     "SetTenant": "any known",
     "CheckIntegrity": "any",

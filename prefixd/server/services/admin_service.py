@@ -25,6 +25,7 @@ from prefixd.server.services.prefix_info import inspect_prefix
 from prefixd.server.services.prefix_keys import find_prefix
 from prefixd.server.services.prefix_pages import list_prefixes
 from prefixd.server.services.prompt_lookup import PromptLookup
+from prefixd.server.services.why_answers import WhyAnswers
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2
@@ -48,6 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         tier_resize: resizes the GPU tier; None in a sidecar, which has none.
         tenants: figures and quotas of tenants.
         audit: logs what operators change.
+        why: explains requests.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         *,
         tenants: TenantFigures,
         audit: AuditLog,
+        why: WhyAnswers,
     ) -> None:
+        self._why = why
         self._tenants = tenants
         self._audit = audit
         self._cache = cache
@@ -223,6 +227,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         finally:
             if progress is not None:  # None: it was refused. A call that its caller ends early has changed the tier
                 self._told("resized", what="gpu", nbytes=progress.nbytes)
+
+    @unary
+    async def Why(self, request: pb.WhyRequest) -> pb.WhyResponse:
+        """Explains requests: where their time went, and why."""
+        return await self._why.answer(request)
 
     @unary
     async def ListTenants(self, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:

@@ -248,8 +248,8 @@ class Dispatcher:
         request.enter_phase(StageName.QUEUE, self.context.clock())
         record = request.record
         if request.fork_of < 0:
-            blocks = request.prompt_tokens // request.trie.block_tokens
-            record.missing = note_missing(request.namespace, request.chain, len(request.found), blocks)
+            found, blocks = len(request.found), request.usable_blocks
+            record.missing = note_missing(request.namespace, request.chain, found, blocks)
             record.degraded = tuple(trouble.part for trouble in self._cache.tiers.troubles)
             record.wait_for(Wait.BEHIND if self.requests.taking else Wait.WORKER, self.context.clock())
             record.uncached = request.uncached or not self.context.caching

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -37,7 +37,7 @@ from prefixd.serving.generation.stop_strings import StopStrings
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.request.request import Request
 from prefixd.serving.text.token_bytes import TokenBytes
-from prefixd.serving.text.tokenization import TokenIds
+from prefixd.serving.text.tokenization import TextCodec, TokenIds
 from prefixd_scheduler import QueueFullError, SharedLimit
 
 LONGEST_REQUEST_ID = 256
@@ -59,6 +59,10 @@ class Model(Protocol):
     @property
     def context_tokens(self) -> int | None:
         """Tokens that the model takes, prompt and output together; None as long as they are not known."""
+
+    @property
+    def codec(self) -> TextCodec | None:
+        """Its tokenizer; None without one, and until it is loaded."""
 
     async def model(self) -> ServedModel:
         """Waits for the model and returns it; raises UnavailableError when the worker was given up."""
@@ -184,7 +188,8 @@ class Generation:
         granted: ExitStack,
     ) -> AsyncGenerator[GenerationEvent, None]:
         dispatcher = chosen.dispatcher
-        with record.timed(StageName.IMAGES, self._clock, images=len(params.images)):
+        images_count = len(params.images)
+        with record.timed(StageName.IMAGES, self._clock, images=images_count) if images_count else nullcontext():
             images = await model.read_images(ids, params.images, tenant.name, partial(self._images.held, tenant))
         if images is not None:
             granted.callback(images.leave)
@@ -271,6 +276,12 @@ class Generation:
         for live in chosen:
             _cancel(*live)
         return bool(chosen)
+
+    def token_text(self, model: str, token: int) -> str:
+        """The text of a token of a model; empty if its tokenizer is not there."""
+        served = self._models.get(model)
+        codec = None if served is None else served.codec
+        return "" if codec is None else codec.token_text(token)
 
     def requests_of(self, tenant: Tenant) -> tuple[int, int]:
         """How many of a tenant's requests (sequences) wait, and how many run."""

@@ -164,6 +164,13 @@ class ModelHost:
             await self.dispatcher.stop()
             await self.worker.stop()
 
+    @property
+    def codec(self) -> TextCodec | None:
+        """The model's tokenizer; None until the model has been read, and for a model without one."""
+        if self._model is None or not self._model.done() or self._model.cancelled() or self._model.exception():
+            return None
+        return self._model.result().codec
+
     async def model(self) -> ServedModel:
         """Waits for the model, with the frames that its tier may have.
 

@@ -112,6 +112,10 @@ class TextCodec:
         """The text of each sequence of ids, with special tokens: for people, since characters may be cut in two."""
         return list(self._backend.decode_batch(list(map(list, sequences)), skip_special_tokens=False))
 
+    def token_text(self, token: int) -> str:
+        """The text of one token; that of a part of a character has a replacement character."""
+        return str(self._backend.decode([token], skip_special_tokens=False))
+
     def stream(self) -> TextStream:
         """A decoder for one request's output."""
         return TextStream(self._backend, self._special)

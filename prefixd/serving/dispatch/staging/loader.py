@@ -237,7 +237,8 @@ class Loader:
 
         It is looked up and staged again. After 8 such setbacks the missing blocks are computed.
         """
-        self._note_end(request, "failed", arrived_blocks=there)
+        failed = {} if there >= len(request.rows) else {"block_key": request.trie.key(int(request.rows[there])).hex()}
+        self._note_end(request, "failed", arrived_blocks=there, **failed)
         request.setbacks += 1
         if request.setbacks < _SETBACKS:
             self._unstage(request)

@@ -12,6 +12,7 @@ _DAEMON = (
 )
 EXTRAS: dict[str, tuple[str, ...]] = {
     "daemon": _DAEMON,
+    "top": ("textual",),
     "worker": (*_DAEMON, "torch", "transformers", "tokenizers", "safetensors", "PIL", "cuda", "jinja2"),
     "remote": ("cryptography", "obstore"),
     "mooncake": ("mooncake",),

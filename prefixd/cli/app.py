@@ -19,6 +19,7 @@ from prefixd.cli.commands import (
     serve,
     tenants,
     tier,
+    top,
     verify,
     why,
 )
@@ -46,6 +47,7 @@ _add("generate", "Run", asks_daemon(with_option_groups(generate.generate_command
 _add("demo", "Run", demo.demo_command, demo.EXAMPLES)
 _add("plan", "Run", with_option_groups(plan.plan_command), plan.EXAMPLES)
 _add("stats", "Look", asks_daemon(admin.stats_command), admin.STATS_EXAMPLES)
+_add("top", "Look", asks_daemon(top.top_command), top.EXAMPLES)
 _add("ls", "Look", asks_daemon(prefixes.ls_command), prefixes.LS_EXAMPLES)
 _add("why", "Look", asks_daemon(why.why_command), why.EXAMPLES)
 _add("inspect", "Look", asks_daemon(with_option_groups(prefixes.inspect_command)), prefixes.INSPECT_EXAMPLES)

@@ -1,0 +1,1 @@
+"""`prefixd top`: a daemon's figures in the terminal, live."""

@@ -52,6 +52,7 @@ class OperatorRoutes:
             Route("/", self._index, methods=["GET"]),
             Route("/healthz", self._healthz, methods=["GET"]),
             Route("/readyz", self._readyz, methods=["GET"]),
+            Route("/health", self._readyz, methods=["GET"]),  # by this name clients of vLLM's server ask for it
             route("/metrics", self._metrics),
             route("/api/stats", self._stats),
             route("/api/requests", self._requests),

@@ -15,12 +15,14 @@ from prefixd.cli.commands import (
     generate,
     plan,
     prefixes,
+    record_trace,
     recover,
     serve,
     tenants,
     tier,
     top,
     verify,
+    what_if,
     why,
 )
 from prefixd.cli.connect import asks_daemon
@@ -48,6 +50,7 @@ _add("demo", "Run", demo.demo_command, demo.EXAMPLES)
 _add("plan", "Run", with_option_groups(plan.plan_command), plan.EXAMPLES)
 _add("stats", "Look", asks_daemon(admin.stats_command), admin.STATS_EXAMPLES)
 _add("top", "Look", asks_daemon(top.top_command), top.EXAMPLES)
+_add("what-if", "Look", asks_daemon(what_if.what_if_command), what_if.EXAMPLES)
 _add("ls", "Look", asks_daemon(prefixes.ls_command), prefixes.LS_EXAMPLES)
 _add("why", "Look", asks_daemon(why.why_command), why.EXAMPLES)
 _add("inspect", "Look", asks_daemon(with_option_groups(prefixes.inspect_command)), prefixes.INSPECT_EXAMPLES)
@@ -61,6 +64,7 @@ _add("recover", "Change", recover.recover_command, recover.EXAMPLES)
 _add("verify", "Look", asks_daemon(verify.verify_command), verify.EXAMPLES)
 _add("doctor", "Look", asks_daemon(doctor.doctor_command), doctor.EXAMPLES)
 app.add_typer(config.app, name="config", rich_help_panel="Look")
+app.add_typer(record_trace.app, name="trace", rich_help_panel="Look")
 app.add_typer(tenants.app, name="tenants", rich_help_panel="Change")
 app.add_typer(tier.app, name="tier", rich_help_panel="Change")
 

@@ -509,6 +509,28 @@ class AsyncClient:
             async for response in responses:
                 yield response
 
+    async def what_if(self, tenant: str | None = None) -> admin_pb2.WhatIfResponse:
+        """What tiers of other sizes and other eviction policies would have found, of all prompts or of a tenant's.
+
+        Raises `PreconditionError` where the daemon estimates nothing.
+        """
+        found: admin_pb2.WhatIfResponse = await self._admin("WhatIf", admin_pb2.WhatIfRequest(tenant=tenant or ""))
+        return found
+
+    async def record_trace(self, duration_s: float = 0.0) -> AsyncGenerator[admin_pb2.RecordedRequests, None]:
+        """The prompts that come from now on, as hashes of their blocks of 512 tokens; the last answer has `done` set.
+
+        Args:
+            duration_s: for how long; 0: until the iterator is closed.
+
+        Raises `PreconditionError` while another recording is under way.
+        """
+        connection = self.connection
+        request = admin_pb2.RecordTraceRequest(duration_s=duration_s)
+        async with aclosing(connection.stream(connection.admin.RecordTrace, request)) as responses:
+            async for response in responses:
+                yield response
+
     async def check_integrity(self, timeout_s: float = 600.0) -> admin_pb2.CheckIntegrityResponse:
         """Makes the daemon account for every slot, lease and reservation; `violations` has all contradictions."""
         found: admin_pb2.CheckIntegrityResponse = await self._admin(

@@ -717,6 +717,23 @@ class Client(Blocking[AsyncClient]):
         """
         yield from self._portal.each(self._inner.verify())
 
+    def what_if(self, tenant: str | None = None) -> admin_pb2.WhatIfResponse:
+        """What tiers of other sizes and other eviction policies would have found, of all prompts or of a tenant's.
+
+        Raises `PreconditionError` where the daemon estimates nothing.
+        """
+        return self._portal.run(self._inner.what_if(tenant))
+
+    def record_trace(self, duration_s: float = 0.0) -> Iterator[admin_pb2.RecordedRequests]:
+        """The prompts that come from now on, as hashes of their blocks of 512 tokens; the last answer has `done` set.
+
+        Args:
+            duration_s: for how long; 0: until the iterator is closed.
+
+        Raises `PreconditionError` while another recording is under way.
+        """
+        yield from self._portal.each(self._inner.record_trace(duration_s))
+
     def check_integrity(self, timeout_s: float = 600.0) -> admin_pb2.CheckIntegrityResponse:
         """Makes the daemon account for every slot, lease and reservation; `violations` has all contradictions."""
         return self._portal.run(self._inner.check_integrity(timeout_s))

@@ -29,6 +29,7 @@ from prefixd.server.drain_state import Draining
 from prefixd.server.draining import Drain
 from prefixd.server.figures.disk_wear import DiskWear
 from prefixd.server.figures.figure_pages import FigurePages
+from prefixd.server.figures.ghost_figures import GhostFigures
 from prefixd.server.figures.history import Counters, History
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
@@ -285,6 +286,7 @@ class Daemon:
         snapshot = Snapshot(
             *(cache, draining, elapsed_s, started_s, hosts, figures, self._events, elastic, history, wear)
         )
+        snapshot.ghosts = GhostFigures(cache, self._ghosts, hosts)
         tier_resize = None if models is None else models.tier_resize
         admin = AdminService(
             cache,

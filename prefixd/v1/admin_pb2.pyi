@@ -513,7 +513,7 @@ class ModelStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., namespace: _Optional[str] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period", "claims")
+    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period", "claims", "ghosts")
     class LostBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -550,6 +550,7 @@ class StatsResponse(_message.Message):
     BUILD_FIELD_NUMBER: _ClassVar[int]
     PERIOD_FIELD_NUMBER: _ClassVar[int]
     CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    GHOSTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
     draining: bool
@@ -579,7 +580,8 @@ class StatsResponse(_message.Message):
     build: BuildInfo
     period: Period
     claims: ClaimStats
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ..., claims: _Optional[_Union[ClaimStats, _Mapping]] = ...) -> None: ...
+    ghosts: GhostStats
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ..., claims: _Optional[_Union[ClaimStats, _Mapping]] = ..., ghosts: _Optional[_Union[GhostStats, _Mapping]] = ...) -> None: ...
 
 class ClaimStats(_message.Message):
     __slots__ = ("open", "granted", "waits", "taken_over", "spared_tokens")
@@ -594,6 +596,118 @@ class ClaimStats(_message.Message):
     taken_over: int
     spared_tokens: int
     def __init__(self, open: _Optional[int] = ..., granted: _Optional[int] = ..., waits: _Optional[int] = ..., taken_over: _Optional[int] = ..., spared_tokens: _Optional[int] = ...) -> None: ...
+
+class WhatIfRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class WhatIfResponse(_message.Message):
+    __slots__ = ("ghosts", "token_s")
+    GHOSTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ghosts: GhostStats
+    token_s: float
+    def __init__(self, ghosts: _Optional[_Union[GhostStats, _Mapping]] = ..., token_s: _Optional[float] = ...) -> None: ...
+
+class GhostStats(_message.Message):
+    __slots__ = ("watched_s", "asked_tokens", "tiers", "skipped_prompts", "busy_s")
+    WATCHED_S_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    watched_s: float
+    asked_tokens: float
+    tiers: _containers.RepeatedCompositeFieldContainer[GhostTier]
+    skipped_prompts: int
+    busy_s: float
+    def __init__(self, watched_s: _Optional[float] = ..., asked_tokens: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[GhostTier, _Mapping]]] = ..., skipped_prompts: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
+
+class GhostTier(_message.Message):
+    __slots__ = ("tier", "nbytes", "policy", "sampled_share", "references", "sure", "measured_hit_rate", "sizes", "policy_hit_rates", "hit_rates", "tokens_per_byte", "seconds_per_byte")
+    class PolicyHitRatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class HitRatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    SURE_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_HIT_RATES_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_BYTE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_BYTE_FIELD_NUMBER: _ClassVar[int]
+    tier: _cache_pb2.Tier
+    nbytes: int
+    policy: str
+    sampled_share: float
+    references: int
+    sure: bool
+    measured_hit_rate: float
+    sizes: _containers.RepeatedCompositeFieldContainer[GhostSize]
+    policy_hit_rates: _containers.ScalarMap[str, float]
+    hit_rates: _containers.ScalarMap[str, float]
+    tokens_per_byte: float
+    seconds_per_byte: float
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., nbytes: _Optional[int] = ..., policy: _Optional[str] = ..., sampled_share: _Optional[float] = ..., references: _Optional[int] = ..., sure: bool = ..., measured_hit_rate: _Optional[float] = ..., sizes: _Optional[_Iterable[_Union[GhostSize, _Mapping]]] = ..., policy_hit_rates: _Optional[_Mapping[str, float]] = ..., hit_rates: _Optional[_Mapping[str, float]] = ..., tokens_per_byte: _Optional[float] = ..., seconds_per_byte: _Optional[float] = ...) -> None: ...
+
+class GhostSize(_message.Message):
+    __slots__ = ("factor", "nbytes", "hit_rate", "margin", "filled")
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_FIELD_NUMBER: _ClassVar[int]
+    FILLED_FIELD_NUMBER: _ClassVar[int]
+    factor: float
+    nbytes: int
+    hit_rate: float
+    margin: float
+    filled: bool
+    def __init__(self, factor: _Optional[float] = ..., nbytes: _Optional[int] = ..., hit_rate: _Optional[float] = ..., margin: _Optional[float] = ..., filled: bool = ...) -> None: ...
+
+class RecordTraceRequest(_message.Message):
+    __slots__ = ("duration_s",)
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    duration_s: float
+    def __init__(self, duration_s: _Optional[float] = ...) -> None: ...
+
+class RecordedRequests(_message.Message):
+    __slots__ = ("requests", "dropped_requests", "done")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RecordedRequest]
+    dropped_requests: int
+    done: bool
+    def __init__(self, requests: _Optional[_Iterable[_Union[RecordedRequest, _Mapping]]] = ..., dropped_requests: _Optional[int] = ..., done: bool = ...) -> None: ...
+
+class RecordedRequest(_message.Message):
+    __slots__ = ("arrival_s", "prompt_tokens", "output_tokens", "hashes")
+    ARRIVAL_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hashes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, arrival_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., hashes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NamespaceRoomStats(_message.Message):
     __slots__ = ("used_bytes", "limit_bytes", "forgotten_namespaces", "refused_namespaces")

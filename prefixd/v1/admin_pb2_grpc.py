@@ -109,6 +109,16 @@ class AdminStub(object):
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.TenantStats.FromString,
                 _registered_method=True)
+        self.WhatIf = channel.unary_unary(
+                '/prefixd.v1.Admin/WhatIf',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.WhatIfRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.WhatIfResponse.FromString,
+                _registered_method=True)
+        self.RecordTrace = channel.unary_stream(
+                '/prefixd.v1.Admin/RecordTrace',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.RecordTraceRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.RecordedRequests.FromString,
+                _registered_method=True)
         self.CheckIntegrity = channel.unary_unary(
                 '/prefixd.v1.Admin/CheckIntegrity',
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
@@ -241,6 +251,25 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WhatIf(self, request, context):
+        """What tiers of other sizes and other eviction policies would have found, estimated from a sample of the blocks since the
+        daemon's start; older days count less. FAILED_PRECONDITION with cache.ghosts = false, or without a CPU and a disk tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordTrace(self, request, context):
+        """The prompts that come from now on, as hashes of their blocks of 512 tokens, until the caller ends the call or its time is
+        up; the last message has `done` set. A request of the daemon's own worker is sent when it has ended, an engine's prompt
+        when it is looked up. Hashes are keyed by a number that is random in each call and is kept nowhere: nobody can find out
+        tokens from them by trying. What a caller does not read in time is dropped and counted. FAILED_PRECONDITION while another
+        recording is under way, INVALID_ARGUMENT for a negative time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckIntegrity(self, request, context):
         """Accounts for every slot, lease and reservation of the live daemon, and reports each violation with a remedy.
         """
@@ -325,6 +354,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetTenant,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.SetTenantRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.TenantStats.SerializeToString,
+            ),
+            'WhatIf': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhatIf,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.WhatIfRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.WhatIfResponse.SerializeToString,
+            ),
+            'RecordTrace': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordTrace,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.RecordTraceRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.RecordedRequests.SerializeToString,
             ),
             'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckIntegrity,
@@ -737,6 +776,60 @@ class Admin(object):
             '/prefixd.v1.Admin/SetTenant',
             prefixd_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
             prefixd_dot_v1_dot_admin__pb2.TenantStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WhatIf(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/WhatIf',
+            prefixd_dot_v1_dot_admin__pb2.WhatIfRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.WhatIfResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/prefixd.v1.Admin/RecordTrace',
+            prefixd_dot_v1_dot_admin__pb2.RecordTraceRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.RecordedRequests.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,6 +31,8 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.answers = True  # errors are marked as a daemon's own
         self.damage = False
         self.set_aside = False
+        self.references = 5000  # sampled blocks of the ghosts
+        self.filled = True
         self.worker_error = ""
         self.held = ""
         self.silent = False  # what is generated has no text
@@ -184,6 +186,41 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             self.cancelled.wait(100)
         last = {"nbytes": 5 << 30, "unfinished": self.held} if self.held else {"nbytes": request.nbytes}
         yield admin_pb2.ResizeTierResponse(evicted_blocks=30, demoted_blocks=20, done=True, **last, **sizes)
+
+    def WhatIf(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.WhatIfResponse:
+        self._note(request, context)
+        rates = {0.25: 0.2, 0.5: 0.3, 1.0: 0.4, 1.5: 0.44, 2.0: 0.466, 8.0: 0.6}
+        sizes = [
+            admin_pb2.GhostSize(
+                factor=factor, nbytes=int(factor * (64 << 30)), hit_rate=rate, margin=0.012, filled=self.filled
+            )
+            for factor, rate in rates.items()
+        ]
+        tier = admin_pb2.GhostTier(
+            tier=cache_pb2.TIER_CPU,
+            nbytes=64 << 30,
+            policy="lru",
+            sampled_share=0.025,
+            references=self.references,
+            sure=self.references >= 1000,
+            measured_hit_rate=0.41,
+            sizes=sizes,
+            policy_hit_rates={"weighing": 0.45, "lfu": 0.39},
+        )
+        ghosts = admin_pb2.GhostStats(watched_s=7980, asked_tokens=10_000_000, tiers=[tier], skipped_prompts=3)
+        return admin_pb2.WhatIfResponse(ghosts=ghosts, token_s=1e-4)
+
+    def RecordTrace(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.RecordedRequests]:
+        self._note(request, context)
+        yield admin_pb2.RecordedRequests()
+        late, early = (
+            admin_pb2.RecordedRequest(arrival_s=at_s, prompt_tokens=1100, output_tokens=7, hashes=hashes)
+            for at_s, hashes in ((2.0, [1 << 63, 5]), (1.0, [1 << 63, 9]))
+        )
+        yield admin_pb2.RecordedRequests(requests=[late, early], dropped_requests=1)
+        if self.endless:
+            self.cancelled.wait(100)
+        yield admin_pb2.RecordedRequests(dropped_requests=1, done=True)
 
     def Flush(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.FlushResponse:
         self._note(request, context)

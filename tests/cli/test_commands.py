@@ -39,6 +39,8 @@ COMMANDS = [
     "doctor",
     "config show",
     "tier resize",
+    "what-if",
+    "trace record",
 ]
 
 

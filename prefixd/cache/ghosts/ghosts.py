@@ -95,11 +95,11 @@ class TierEstimate:
         """Whether there is enough data."""
         return self.references >= LEAST_REFERENCES
 
-    def tokens_per_gib(self, asked_tokens: float) -> float:
-        """Tokens more that each GiB more would have found, up to twice the size."""
+    def tokens_per_byte(self, asked_tokens: float) -> float:
+        """Tokens more that each byte more would have found, up to twice the size."""
         double = next(size for size in self.sizes if size.factor == 2.0)
         more = max(0.0, double.hit_rate - self.now.hit_rate) * asked_tokens
-        return more / max(1, double.nbytes - self.now.nbytes) * (1 << 30)
+        return more / max(1, double.nbytes - self.now.nbytes)
 
 
 class Ghosts:
@@ -254,10 +254,12 @@ class Ghosts:
         """How long it has watched."""
         return self._cache.clock() - self.since_s
 
-    @property
-    def asked_tokens(self) -> float:
-        """Prompt tokens of the prompts that it has heard of, older days counting less."""
-        return self.tiers[0].all.asked_tokens if self.tiers else 0.0
+    def asked_tokens(self, tenant: str | None = None) -> float:
+        """Prompt tokens that it has heard of, older days counting less; a tenant's, or of all."""
+        if not self.tiers:
+            return 0.0
+        tally = self.tiers[0].all if tenant is None else self.tiers[0].tenants.get(tenant)
+        return 0.0 if tally is None else tally.asked_tokens
 
     def estimates(self, tenant: str | None = None) -> list[TierEstimate]:
         """What each tier's ghosts say, of all prompts or of a tenant's."""
@@ -270,7 +272,9 @@ class Ghosts:
                 SizeEstimate(factor, round(sizes.nbytes * factor), rate, margin, ghost.filled_bytes >= total)
                 for factor, total, rate, margin in zip(FACTORS, sizes.totals().tolist(), rates, margins, strict=True)
             ]
-            measured = sum(by_tier[: ghost.level + 1]) / asked if asked and tenant is None else None
+            measured = sum(by_tier[: ghost.level + 1]) / asked if asked else None
+            if tenant is not None:  # which tier had it is not counted by tenant
+                measured = tally.hit_rate if ghost is self.tiers[-1] and tally.asked_tokens else None
             others = ghost.other_rates() if tenant is None else {}
             found.append(
                 TierEstimate(

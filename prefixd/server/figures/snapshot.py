@@ -16,6 +16,7 @@ from prefixd.base.tiers import Tier
 from prefixd.cache import Lease, Reservation, TieredCache
 from prefixd.cache.index.trie import TIERS
 from prefixd.server.figures.disk_wear import DiskWear
+from prefixd.server.figures.ghost_figures import GhostFigures
 from prefixd.server.figures.history import History
 from prefixd.server.figures.measured_figures import build_info, timings_figures, traffic_figures
 from prefixd.server.figures.metrics import METRIC, METRICS
@@ -52,6 +53,7 @@ class Snapshot:
     elastic: ElasticTier | None = None
     history: History | None = None
     wear: DiskWear | None = None
+    ghosts: GhostFigures | None = None
 
     async def take(self, last_s: float = 0.0) -> pb.StatsResponse:
         """Returns the figures now. Counts of blocks are up to some milliseconds old at a million blocks.
@@ -116,6 +118,7 @@ class Snapshot:
                 refused_namespaces=cache.namespace_room.refused,
             ),
             claims=self._claim_stats(),
+            ghosts=None if self.ghosts is None else self.ghosts.take(),
         )
 
     def troubles(self) -> list[pb.Trouble]:

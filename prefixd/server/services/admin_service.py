@@ -25,6 +25,7 @@ from prefixd.server.services.prefix_info import inspect_prefix
 from prefixd.server.services.prefix_keys import find_prefix
 from prefixd.server.services.prefix_pages import list_prefixes
 from prefixd.server.services.prompt_lookup import PromptLookup
+from prefixd.server.services.trace_recording import TraceRecording
 from prefixd.server.services.why_answers import WhyAnswers
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
@@ -74,6 +75,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._undrain = undrain
         self._prompts = prompts
         self._tier_resize = tier_resize
+        self._recording = TraceRecording(cache)
 
     @unary
     async def Stats(self, request: pb.StatsRequest) -> pb.StatsResponse:
@@ -247,6 +249,25 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _told(self, event: str, **what: str | float | None) -> None:
         self._audit.log_event(event, current_caller(), **what)
+
+    @unary
+    async def WhatIf(self, request: pb.WhatIfRequest) -> pb.WhatIfResponse:
+        """Returns what tiers of other sizes and other policies would have found."""
+        if self._snapshot.ghosts is None:
+            raise UnsupportedError("this daemon estimates nothing")
+        return self._snapshot.ghosts.answer(request.tenant)
+
+    @streaming
+    async def RecordTrace(self, request: pb.RecordTraceRequest) -> AsyncGenerator[pb.RecordedRequests, None]:
+        """Sends hashes of the prompts that come."""
+        requests = 0
+        async with aclosing(self._recording.record(request.duration_s)) as messages:
+            try:
+                async for message in messages:
+                    requests += len(message.requests)
+                    yield message
+            finally:
+                self._told("recorded", requests=requests)
 
     @unary
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest) -> pb.CheckIntegrityResponse:

@@ -93,6 +93,7 @@ class LoadEstimates:
             return pb.LoadEstimate(load_s=load_s)
         try:
             cost = self.cost.computing_as(PrefillCost(prefill.pass_s, prefill.token_s, prefill.pair_s))
+            self.cache.prompts.token_s = prefill.token_s or self.cache.prompts.token_s
         except InvalidValueError as error:
             raise InvalidArgumentError(f"prefill: {error}") from None
         plan = plan_load(

@@ -56,6 +56,10 @@ class BlockChain:
         """All token ids, the incomplete last block included."""
         return self._capacity[: self.tokens].tobytes()
 
+    def first_tokens(self, tokens: int) -> bytes:
+        """Ids of the first tokens, little-endian uint32; of all if there are fewer."""
+        return self._capacity[: min(tokens, self.tokens)].tobytes()
+
     @property
     def hashed(self) -> int:
         """The number of blocks whose keys are known."""

@@ -108,10 +108,13 @@ class AsyncCache:
         )
         return ClaimResult.from_proto(answer.response)
 
-    async def end_claim(self, claim: ClaimResult) -> bool:
+    async def end_claim(self, claim: ClaimResult, *, in_s: float = 0.0) -> bool:
         """Ends a claim; the first client that waits for its blocks gets the next one. Returns False if it had ended by
-        itself, or there was none."""
-        return bool(claim.claim_id) and await self._namespace.end_claim(claim.claim_id)
+        itself, or there was none.
+
+        `in_s`: end it so many seconds from now, since the blocks are computed and being stored.
+        """
+        return bool(claim.claim_id) and await self._namespace.end_claim(claim.claim_id, in_s)
 
     async def prefetch(self, tokens: TokenIds) -> int:
         """Makes the daemon bring the prefix to CPU memory before `acquire`; returns the number of blocks on their

@@ -270,10 +270,13 @@ class Cache(Blocking[AsyncCache]):
         """
         return self._portal.run(self._inner.claim(tokens, wait_s=wait_s, ttl_s=ttl_s))
 
-    def end_claim(self, claim: ClaimResult) -> bool:
+    def end_claim(self, claim: ClaimResult, *, in_s: float = 0.0) -> bool:
         """Ends a claim; the first client that waits for its blocks gets the next one. Returns False if it had ended by
-        itself, or there was none."""
-        return self._portal.run(self._inner.end_claim(claim))
+        itself, or there was none.
+
+        `in_s`: end it so many seconds from now, since the blocks are computed and being stored.
+        """
+        return self._portal.run(self._inner.end_claim(claim, in_s=in_s))
 
     def prefetch(self, tokens: TokenIds) -> int:
         """Makes the daemon bring the prefix to CPU memory before `acquire`; returns the number of blocks on their

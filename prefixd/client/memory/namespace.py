@@ -19,6 +19,7 @@ from prefixd.client.errors import (
     SessionUnknown,
 )
 from prefixd.client.memory.copying import Copier
+from prefixd.client.messages import message
 from prefixd.client.spec import NamespaceSpec, Retention, retention_to_proto
 from prefixd.v1 import cache_pb2
 
@@ -155,13 +156,21 @@ class RegisteredNamespace:
 
         return await self.in_session(attempt)
 
-    async def end_claim(self, claim_id: str) -> bool:
-        """Releases a claim; returns False if it had ended already."""
+    async def end_claim(self, claim_id: str, in_s: float) -> bool:
+        """Ends a claim, now or `in_s` seconds from now; returns False if it had ended already."""
         session = await self.client.session()
-        request = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_id=claim_id)
+        cache, session_id = session.connection.cache, session.session_id
         try:
-            await session.connection.call(session.connection.cache.Release, request)
-        except NotFoundError:  # its blocks are cached, its time was over, or its session has ended
+            if in_s:
+                renew = message(cache_pb2.RenewRequest, session_id=session_id, lease_ids=[claim_id], ttl_s=in_s)
+                await session.connection.call(cache.Renew, renew)
+            else:
+                release = cache_pb2.ReleaseRequest(session_id=session_id, lease_id=claim_id)
+                await session.connection.call(cache.Release, release)
+        except SessionUnknown as error:  # it ended with its session
+            session.disown(str(error))
+            return False
+        except NotFoundError:  # its blocks are cached, or its time was over
             return False
         return True
 

@@ -13,6 +13,9 @@ COUNTERS = {
     "load_wait_seconds": "Seconds from when the engine first asked for what there is to load until it was there.",
     "load_regret_seconds": "Of these, what computing would have saved, by an estimate made afterwards.",
     "abandoned_leases": "Leases that were given up because they took too long; what was in memory by then was loaded.",
+    "claim_waits": "Requests that waited while another engine computed their prefix.",
+    "claim_wait_seconds": "Seconds of these waits.",
+    "spared_tokens": "Prompt tokens that came into prefixd meanwhile, and were not computed here.",
     "saved_blocks": "Blocks given to prefixd.",
     "saved_bytes": "Bytes given to prefixd that it did not have.",
     "duplicate_blocks": "Blocks that prefixd had already when they were offered.",
@@ -45,6 +48,10 @@ class ConnectorCounters:
     def abandoned(self, leases: int) -> None:
         """Counts leases that were given up."""
         self._add(abandoned_leases=leases)
+
+    def waited_for_others(self, waited_s: float, spared_tokens: int) -> None:
+        """Counts a request's wait for another engine's claim, and the tokens that were cached in that time."""
+        self._add(claim_waits=1, claim_wait_seconds=waited_s, spared_tokens=spared_tokens)
 
     def saved(self, nbytes: int) -> None:
         """Counts the bytes of a save that were not cached before."""

@@ -38,6 +38,9 @@ class EngineOptions(LinkOptions):
     prompts may branch. 1: at every block; 0: not inside prompts."""
     recompute_if_slower: bool = True
     """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
+    compute_once_s: Annotated[float, Field(ge=0, le=600, allow_inf_nan=False)] | None = None
+    """Of several engines with one daemon, one computes a prefix that they need at the same time, if that takes at least
+    so many seconds; the others wait for it, where that pays, and load it. None: each computes for itself."""
     strict_version: bool = False
     """Whether engines of another version have namespaces of their own, although they pack pages in the same way."""
     prefetch: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"

@@ -24,6 +24,7 @@ from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
 from prefixd.integrations.engine.saving.branches import Branches
 from prefixd.integrations.engine.saving.save_queue import EngineRequest, SaveQueue
 from prefixd.integrations.engine.step_times import StepTimes
+from prefixd.integrations.engine.waiting.computing_once import ComputingOnce
 from prefixd.integrations.engine.waiting.prefix_lookups import Lookups
 from prefixd.integrations.engine.waiting.ready import time_to_ready
 from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
@@ -86,6 +87,11 @@ class SchedulerHalf:
         self._cost = CostModel()
         for distance, bytes_per_s in _ASSUMED_BYTES_PER_S.items():
             self._cost.observe_load(distance, _ASSUMED_OVER_BYTES, _ASSUMED_OVER_BYTES / bytes_per_s)
+        self.counters = ConnectorCounters()
+        once: ComputingOnce | None = None
+        if options.save and options.compute_once_s is not None:
+            least_s = options.compute_once_s
+            once = ComputingOnce(self.link, geometry, self._cost, clock, self.counters, least_s)
         self.lookups = Lookups(
             self.link,
             geometry,
@@ -93,6 +99,7 @@ class SchedulerHalf:
             self._cost if options.recompute_if_slower else None,
             clock,
             unleased_s=_UNLEASED_S,
+            once=once,
         )
         self.lookups.patience_s = _IDLE_PATIENCE_S
         self._blocks: Any = None
@@ -133,7 +140,6 @@ class SchedulerHalf:
         self._loading: dict[str, _Loading] = {}
         self._loaded = Outcomes()  # loads that some of the ranks have ended
         self._regret = Regret()
-        self.counters = ConnectorCounters()
         self._steps = StepTimes()
         self._uncertain_step = 0  # the last step that computes on bytes it waits for; 0: all such steps have ended
         self._last_save_s = 0.0
@@ -177,7 +183,7 @@ class SchedulerHalf:
             self._warn_rarely(
                 "prefixd: of the kv_transfer_params of request %r is ignored: %s", request.request_id, "; ".join(wrong)
             )
-        self.lookups.add(request.request_id, spec, self._known_tokens(request, tokens))
+        self.lookups.add(request.request_id, spec, self._known_tokens(request, tokens), saved=not options.read_only)
 
     def find_prefix(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         if request.request_id in self._unnamed:
@@ -310,7 +316,7 @@ class SchedulerHalf:
         self._media.pop(request_id, None)
         self._hits.pop(request_id, None)
         self._request_options.pop(request_id, None)
-        self.lookups.forget(request_id)
+        self.lookups.forget(request_id, request.num_computed_tokens)
 
     def reset_cache(self) -> None:
         """Gives this engine namespaces of its own until its next start, as vLLM drops its cache (after a change of

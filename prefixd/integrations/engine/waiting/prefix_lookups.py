@@ -20,6 +20,8 @@ import numpy.typing as npt
 from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, Tier
 from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.geometry import Geometry
+from prefixd.integrations.engine.waiting.computing_once import Claiming, ComputingOnce
+from prefixd.integrations.engine.waiting.match_batches import MatchBatches
 from prefixd.integrations.engine.waiting.ready import plan_prefix
 from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead
@@ -90,6 +92,10 @@ class Lookup:
     """A lease took too long and was given up: only blocks in memory are loaded."""
     refused: bool = False
     """Load nothing for this request, unless it is preempted."""
+    claiming: Claiming | None = None
+    """The claim on what is missing; None before the request's turn, and for a request that is not saved."""
+    claims: bool = False
+    """The request may claim: it will be saved."""
     failed: bool = False
     """A load failed; never load for this request again, even after a preemption."""
 
@@ -103,6 +109,8 @@ class Lookups:
         look_ahead: decides how many prompts are prefetched from disk at a time.
         cost: decides how much of a prefix is loaded; None: all of it, however long that takes.
         clock: seconds, monotonic.
+        once: claims what is computed at requests' turns, and waits for other engines' claims; None: each engine
+            computes for itself.
         unleased_s: age up to which a match in the daemon's memory needs no lease at the request's turn: the load has
             a lease of its own anyway, and the engine computes blocks that were evicted meanwhile. 0: always lease.
 
@@ -118,7 +126,10 @@ class Lookups:
         cost: CostModel | None,
         clock: Callable[[], float] = time.monotonic,
         unleased_s: float = 0.0,
+        once: ComputingOnce | None = None,
     ) -> None:
+        self._once = once
+        self._matches = MatchBatches(link.timeout_s)
         self._link = link
         self._geometry = geometry
         self._block_tokens = geometry.block_tokens
@@ -155,10 +166,13 @@ class Lookups:
             self._waiting.discard(request_id)
             self._look_ahead.handed_over(bool(self._waiting))
 
-    def add(self, request_id: str, spec: NamespaceSpec, tokens: Sequence[int]) -> None:
-        """Adds a request: starts a match of its prompt, and prefetches the prefix if it is among the next ones."""
+    def add(self, request_id: str, spec: NamespaceSpec, tokens: Sequence[int], *, saved: bool = True) -> None:
+        """Adds a request: starts a match of its prompt, and prefetches the prefix if it is among the next ones.
+
+        `saved`: what is computed of it will be saved, so that other engines may wait for it.
+        """
         self.forget(request_id)
-        lookup = Lookup(spec, self._usable(tokens))
+        lookup = Lookup(spec, self._usable(tokens), claims=saved)
         self._lookups[request_id] = lookup
         self._waiting.add(request_id)
         self._start_match(request_id, lookup)
@@ -199,6 +213,9 @@ class Lookups:
         self._read_results(lookup)
         if lookup.refused:
             return 0
+        prepared = lookup.lease is not None or lookup.leasing is not None
+        if prepared and lookup.seen is not None and not self._may_compute(lookup, lookup.seen, local_tokens):
+            return None
         if lookup.lease is not None and lookup.lease.remaining_s < _LEASE_S / 2:
             self._end_lease(lookup)
         if lookup.lease is None and lookup.leasing is None:
@@ -208,6 +225,8 @@ class Lookups:
                 return None
             if lookup.seen is None:  # no answer: the daemon is away
                 return 0
+            if not self._may_compute(lookup, lookup.seen, local_tokens):
+                return None
             if min(lookup.seen.tokens, most_tokens) <= local_tokens:
                 return 0
             if not self._may_lease(_LEASES, _LEASED_SLICES) or self._clock() < lookup.room_again_s:
@@ -309,14 +328,16 @@ class Lookups:
             lookup.failed = True
             self.refuse(request_id)
 
-    def forget(self, request_id: str) -> None:
-        """Drops the look-up of a request that has ended."""
+    def forget(self, request_id: str, computed_tokens: int = 0) -> None:
+        """Drops the look-up of a request that has ended, with the KV of its first `computed_tokens` tokens."""
         lookup = self._lookups.pop(request_id, None)
         self._waiting.discard(request_id)
         self._line.pop(request_id, None)
         self._prefetch_next(request_id)
         if lookup is not None:
             self._end_lease(lookup)
+            if self._once is not None and lookup.claiming is not None:
+                self._once.end(lookup.claiming, computed_tokens)
             if lookup.asking is not None:
                 lookup.asking.cancel()
 
@@ -362,7 +383,7 @@ class Lookups:
 
         async def match_prefix() -> SeenPrefix:
             cache = await self._link.cache(lookup.spec)
-            match = await cache.match(lookup.tokens, counted=first)
+            match = await self._matches.match(cache, lookup.tokens, counted=first)
             if first:
                 lookup.found = match
             if ahead and match.blocks_in(Tier.DISK) + match.blocks_in(Tier.REMOTE):
@@ -420,9 +441,29 @@ class Lookups:
         nbytes = self._geometry.nbytes(len(lookup.tokens) // self._block_tokens)
         lookup.leasing = self._link.start(acquire, self._link.limit_s(nbytes))
 
-    def _wait_for_answer(self, lookup: Lookup) -> bool:
+    def _may_compute(self, lookup: Lookup, seen: SeenPrefix, local_tokens: int) -> bool:
+        """Whether the request may compute what `seen` lacks: False while it claims that, or while another engine does
+        it, and if more is cached since then."""
+        once = self._once
+        if once is None or lookup.turn_s is None or not lookup.claims:
+            return True
+        if lookup.claiming is None:
+            known = max(seen.tokens, local_tokens)
+            lookup.claiming = once.begin(lookup.spec, lookup.tokens, known)
+        claiming = lookup.claiming
+        while not once.read(claiming):
+            if not self._wait_for_answer(lookup, claiming.call):
+                return False
+        if claiming.cached_tokens > seen.tokens:
+            claiming.cached_tokens = 0
+            self._end_lease(lookup)
+            lookup.turn_s, lookup.seen_s = self._clock(), -float("inf")
+            return False
+        return True
+
+    def _wait_for_answer(self, lookup: Lookup, claim: Future[Any] | None = None) -> bool:
         """Waits for the answer under way while this step's patience lasts; returns whether it came."""
-        future: Future[Any] | None = lookup.asking or lookup.leasing
+        future: Future[Any] | None = claim or lookup.asking or lookup.leasing
         assert future is not None
         if self.patience_s > 0 and (self.idle or future is not lookup.waited_for):
             lookup.waited_for = future

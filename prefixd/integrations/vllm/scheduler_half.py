@@ -88,15 +88,15 @@ class SchedulerHalf:
         for distance, bytes_per_s in _ASSUMED_BYTES_PER_S.items():
             self._cost.observe_load(distance, _ASSUMED_OVER_BYTES, _ASSUMED_OVER_BYTES / bytes_per_s)
         self.counters = ConnectorCounters()
+        cost = self._cost if options.recompute_if_slower else None
         once: ComputingOnce | None = None
         if options.save and options.compute_once_s is not None:
-            least_s = options.compute_once_s
-            once = ComputingOnce(self.link, geometry, self._cost, clock, self.counters, least_s)
+            once = ComputingOnce(self.link, geometry, cost, clock, self.counters, options.compute_once_s)
         self.lookups = Lookups(
             self.link,
             geometry,
             LookAhead(self._cost, clock, None if options.prefetch == "auto" else options.prefetch),
-            self._cost if options.recompute_if_slower else None,
+            cost,
             clock,
             unleased_s=_UNLEASED_S,
             once=once,

@@ -168,6 +168,14 @@ def test_where_waiting_does_not_pay_the_request_computes(
     assert once.read(claiming) and len(link.calls) == 1 and counted(once) == {}
 
 
+def test_without_a_cost_model_it_waits_as_long_as_the_claim_lasts(link: ScriptedClaims) -> None:
+    once = ComputingOnce(cast(Link, link), GEOMETRY, None, link.clock, ConnectorCounters(), 0.0)
+    claiming = begun(once)
+    assert link.calls[-1][2]["ttl_s"] == 30.0
+    link.answer(other(left_s=7.0, age_s=1e3))
+    assert not once.read(claiming) and link.calls[-1][2]["wait_s"] == 7.0
+
+
 def test_with_windows_equal_prompts_wait(link: ScriptedClaims) -> None:
     once = once_over(link, geometry=WINDOWED)
     claiming = begun(once)

@@ -37,7 +37,7 @@ _PATIENCE = 2.0
 _SLACK_S = 0.1  # to save the blocks
 _CLAIM = 4.0
 """A claim lasts so many times as long as computing should take, so that it survives a preemption."""
-_LEAST_CLAIM_S = 5.0
+_LEAST_CLAIM_S = 30.0
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class ComputingOnce:
     Args:
         link: the connection to the daemon.
         geometry: how prefixd blocks are made of the engine's.
-        cost: observed times of loading and computing.
+        cost: observed times of loading and computing; None: waiting always pays, as long as the claim lasts.
         clock: seconds, monotonic.
         counters: of the connector.
         least_s: what takes less time to compute is not claimed: it is not worth a call.
@@ -73,7 +73,7 @@ class ComputingOnce:
         self,
         link: Link,
         geometry: Geometry,
-        cost: CostModel,
+        cost: CostModel | None,
         clock: Callable[[], float],
         counters: ConnectorCounters,
         least_s: float,
@@ -81,7 +81,8 @@ class ComputingOnce:
         self._link = link
         self._geometry = geometry
         self._each = geometry.block_tokens
-        self._cost = cost
+        self._cost = cost or CostModel()
+        self._always = cost is None
         self._clock = clock
         self._counters = counters
         self._least_s = least_s
@@ -160,6 +161,8 @@ class ComputingOnce:
         begin = max(other.first_block * self._each, claiming.known_tokens)
         if end <= begin:
             return 0.0
+        if self._always:
+            return other.left_s
         compute_s = self._compute_s(begin, end)
         load_s = self._cost.load_s(self._geometry.nbytes((end - begin) // self._each), Distance.CPU) or 0.0
         if compute_s < self._least_s or load_s > (1 - _SAVED) * compute_s:

@@ -6,25 +6,34 @@ import platform
 from collections.abc import Iterable, Sequence
 
 import prefixd
-from prefixd.observability.histogram import Histogram, LabelledCounter, quantile
+from prefixd.base.long_work.pacer import Pacer, give_way
+from prefixd.observability.histogram import Histogram, LabelledCounter, Series, quantile
 from prefixd.observability.measurements import Timings, Traffic
 from prefixd.v1 import admin_pb2 as pb
 
+_SERIES_WORK = 20  # pieces of work, see `Pacer`
 
-def timings_figures(timings: Timings) -> pb.Timings:
+
+async def timings_figures(timings: Timings) -> pb.Timings:
     """Returns all histograms. Each is an attribute of `timings` with the name of its field."""
-    found = pb.Timings()
+    found, pacer = pb.Timings(), Pacer()
     for field in found.DESCRIPTOR.fields:
-        _fill(getattr(found, field.name), getattr(timings, field.name))
+        histogram: Histogram = getattr(timings, field.name)
+        message: pb.Histogram = getattr(found, field.name)
+        message.bounds.extend(histogram.bounds)
+        for values, series in list(histogram):
+            _add_series(message, histogram, values, series)
+            await pacer.worked(_SERIES_WORK)
     return found
 
 
-def traffic_figures(traffic: Traffic) -> pb.TrafficStats:
+async def traffic_figures(traffic: Traffic) -> pb.TrafficStats:
     """Returns the counts by tenant and model. Each is an attribute of `traffic` with the name of its field."""
     found = pb.TrafficStats()
     for field in found.DESCRIPTOR.fields:
         counter: LabelledCounter = getattr(traffic, field.name)
         getattr(found, field.name).extend(labelled_counts(counter.labels, counter))
+        await give_way()
     return found
 
 
@@ -50,15 +59,13 @@ def build_info() -> pb.BuildInfo:
     )
 
 
-def _fill(message: pb.Histogram, histogram: Histogram) -> None:
-    message.bounds.extend(histogram.bounds)
-    for values, series in histogram:
-        message.series.add(
-            labels=dict(zip(histogram.labels, values, strict=True)),
-            counts=series.counts,
-            sum=series.total,
-            exemplars=[
-                pb.Exemplar(bucket=bucket, value=value, trace_id=trace_id)
-                for bucket, (value, trace_id) in sorted(series.exemplars.items())
-            ],
-        )
+def _add_series(message: pb.Histogram, histogram: Histogram, values: Sequence[str], series: Series) -> None:
+    message.series.add(
+        labels=dict(zip(histogram.labels, values, strict=True)),
+        counts=series.counts,
+        sum=series.total,
+        exemplars=[
+            pb.Exemplar(bucket=bucket, value=value, trace_id=trace_id)
+            for bucket, (value, trace_id) in sorted(series.exemplars.items())
+        ],
+    )

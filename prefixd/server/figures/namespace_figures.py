@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping
 
-from prefixd.base.long_work.pacer import Pacer
+from prefixd.base.long_work.pacer import Pacer, give_way
 from prefixd.base.rules.rule_messages import to_message
 from prefixd.cache import PartSpec, TieredCache
 from prefixd.observability.histogram import MOST_SERIES, OTHERS
@@ -83,10 +83,10 @@ async def fill_figures(cache: TieredCache, counted: Mapping[int, int], models: M
         others = (OTHERS, OTHERS)
         nbytes[others], blocks[others] = (each.total() - sum(each[who] for who in shown) for each in (nbytes, blocks))
         shown.append(others)
-    return pb.FillStats(
-        bytes=labelled_counts(_WHO, [(who, nbytes[who]) for who in shown]),
-        blocks=labelled_counts(_WHO, [(who, blocks[who]) for who in shown]),
-    )
+    found = pb.FillStats(bytes=labelled_counts(_WHO, [(who, nbytes[who]) for who in shown]))
+    await give_way()
+    found.blocks.extend(labelled_counts(_WHO, [(who, blocks[who]) for who in shown]))
+    return found
 
 
 def _part(part: PartSpec) -> cache_pb2.Part:

@@ -66,6 +66,8 @@ class Snapshot:
         counted = blocks_by_namespace(cache)
         namespaces, other_namespaces = await namespace_figures(cache, counts.on_gpu, counted)
         filled = await fill_figures(cache, counted, {host.namespace_name: host.name for host in self.models.values()})
+        timings = await timings_figures(cache.measurements.timings)
+        traffic = await traffic_figures(cache.measurements.traffic)
         now = self.clock()
         cached = cache.mover.use.cached_by_level()
         models = [self._model_stats(host) for host in self.models.values()]
@@ -105,8 +107,8 @@ class Snapshot:
             models=models,
             remote=self._remote_stats(),
             tenants=self.tenants.take_some(),
-            timings=timings_figures(cache.measurements.timings),
-            traffic=traffic_figures(cache.measurements.traffic),
+            timings=timings,
+            traffic=traffic,
             cached=filled,
             disk_wear=None if self.wear is None else self.wear.figures(),
             build=build_info(),

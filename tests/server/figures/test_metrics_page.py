@@ -55,14 +55,16 @@ def test_names_follow_the_conventions() -> None:
             assert not family.name.endswith(("_total", "_count", "_sum", "_bucket")), family.name
 
 
-def test_histograms_are_cumulative_and_show_traces_in_open_metrics() -> None:
+async def test_histograms_are_cumulative_and_show_traces_in_open_metrics() -> None:
     measurements = Measurements()
     timings = measurements.timings
     timings.first_token_s.observe(0.02, "blue", "qwen", trace_id="ab" * 16)
     timings.first_token_s.observe(0.2, "blue", "qwen")
     timings.first_token_s.observe(1000.0, "blue", "qwen")
     measurements.traffic.find(("blue", "qwen"), [0, 32, 0, 0])
-    stats = pb.StatsResponse(timings=timings_figures(timings), traffic=traffic_figures(measurements.traffic))
+    stats = pb.StatsResponse(
+        timings=await timings_figures(timings), traffic=await traffic_figures(measurements.traffic)
+    )
     page, _ = metrics_page(stats, OPEN_METRICS)
     families = {family.name: family for family in open_metrics(page.decode())}
     samples = families["prefixd_time_to_first_token_seconds"].samples

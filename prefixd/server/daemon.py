@@ -20,6 +20,7 @@ from prefixd.cache import Troubles
 from prefixd.cache.ghosts.ghosts import Ghosts
 from prefixd.observability.request_log import RequestLog
 from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
+from prefixd.process.service_manager import ServiceManager
 from prefixd.process.signals import DaemonSignals
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
@@ -112,7 +113,9 @@ async def serve(
         heap.reuse_large_arrays()
         if ready is not None:
             ready(endpoints)
+        daemon.report_readiness()
         await daemon.ended.wait()
+        daemon.service_manager.stopping("drains: finishes what runs, and writes the cache to disk")
         if daemon.models is not None:
             await daemon.models.end_loading()
         await daemon.drain.run()
@@ -140,6 +143,7 @@ class Daemon:
         self.ended = asyncio.Event()
         self.failed = False
         self.signals = DaemonSignals(self._on_signal)
+        self.service_manager = ServiceManager()
         self.models: Models | None = None
 
     async def start(self, stack: AsyncExitStack) -> Endpoints:
@@ -187,7 +191,14 @@ class Daemon:
         reload = SettingsReload(
             self._given, self._read_settings, self._listeners, self.cache, self._troubles, self._audit
         )
-        self.signals.take_hangups(lambda: self._loop.call_soon_threadsafe(reload.begin))
+        self._troubles.listeners.append(lambda: self.service_manager.status(self._state()))
+        self._tasks.start(self.service_manager.watch(), "watchdog")
+
+        def hang_up() -> None:
+            self.service_manager.reloading()
+            reload.begin(self.report_readiness)
+
+        self.signals.take_hangups(lambda: self._loop.call_soon_threadsafe(hang_up))
         stack.callback(self.signals.ignore_hangups)
         return Endpoints(settings.server.socket, tcp, metrics, http, elapsed_s() - began_s)
 
@@ -325,6 +336,16 @@ class Daemon:
         generation, limits = self._generation, listeners.limits
         users = await ports.open_users(lambda callers: OpenAIRoutes(generation, callers, limits).routes())
         return await ports.open_metrics(), users
+
+    def report_readiness(self) -> None:
+        """Tells the service manager that the daemon takes calls with the settings of now."""
+        self.service_manager.ready(self._state())
+
+    def _state(self) -> str:
+        """Returns one line for `systemctl status`: where the daemon listens, or which parts do not work."""
+        if troubles := list(self._troubles):
+            return "degraded: " + "; ".join(f"{each.part}: {each.what}" for each in troubles)
+        return f"takes calls at unix:{self.settings.server.socket}"
 
     def _timeout_s(self) -> float:
         """Returns how long a drain waits for running requests and calls: 0 s if a background task has failed."""

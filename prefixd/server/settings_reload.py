@@ -51,11 +51,16 @@ class SettingsReload:
         self._wanted = False
         self._reading: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
-        """Starts reading the settings. If they are being read, they are read once more: the file may have changed."""
+    def begin(self, done: Callable[[], None] = lambda: None) -> None:
+        """Starts reading the settings. If they are being read, they are read once more: the file may have changed.
+
+        Args:
+            done: called when no reading is wanted any more, whether or not the settings could be used.
+        """
         self._wanted = True
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_while_wanted(), name="reload")
+            self._reading.add_done_callback(lambda _: done())
 
     async def idle(self) -> None:
         """Waits until all requested readings are done."""

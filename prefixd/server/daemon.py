@@ -299,6 +299,7 @@ class Daemon:
         )
         snapshot.ghosts = GhostFigures(cache, self._ghosts, hosts)
         tier_resize = None if models is None else models.tier_resize
+        self._why = why = WhyAnswers(cache, generation)
         admin = AdminService(
             cache,
             snapshot,
@@ -308,7 +309,7 @@ class Daemon:
             tier_resize,
             tenants=figures,
             audit=self._audit,
-            why=WhyAnswers(cache, generation),
+            why=why,
         )
         service = PrefixCacheService(cache, None if self._arena is None else memory_socket, draining, self.records)
         services = self._listeners.services
@@ -330,7 +331,7 @@ class Daemon:
         except SwapError as error:
             raise ConfigError(f"server.metrics = {server.metrics}: {error}") from error
         stack.callback(pages.close)
-        operator = OperatorRoutes(pages, self.records, self._health_status.not_ready)
+        operator = OperatorRoutes(pages, self.records, self._why.answer, self._health_status.not_ready)
         ports = HttpPorts(server, listeners.identities, listeners.limits.refusals, self._audit, operator)
         stack.push_async_callback(ports.close, _CLOSE_S)
         generation, limits = self._generation, listeners.limits

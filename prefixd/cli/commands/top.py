@@ -52,6 +52,7 @@ def _print_once(address: str | None) -> None:
     async def once() -> None:
         async with connected(address) as client:
             snapshot = await ask(client)
-        print_json({"stats": to_plain(snapshot.stats)})
+        requests = None if snapshot.requests is None else [to_plain(each) for each in snapshot.requests]
+        print_json({"stats": to_plain(snapshot.stats), "requests": requests})
 
     run(once())

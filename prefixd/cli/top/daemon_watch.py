@@ -15,23 +15,36 @@ from prefixd.v1 import admin_pb2 as pb
 if TYPE_CHECKING:
     from prefixd.client import AsyncClient
 
+LAST_S = 3600.0
+"""The stretch of time whose hits are shown."""
+_REQUESTS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A daemon's answer.
 
     Attributes:
-        stats: its figures.
+        stats: its figures, with those of the last hour in `period`.
+        requests: the last requests, engines' calls among them; None of a daemon that does not tell.
         at_s: when they came, of a clock without jumps.
     """
 
     stats: pb.StatsResponse
     at_s: float
+    requests: list[pb.RequestInfo] | None = None
 
 
 async def ask(client: AsyncClient) -> Snapshot:
     """Asks a daemon once. Raises ClientError."""
-    return Snapshot(await client.stats(), time.monotonic())
+    from prefixd.client import UnsupportedError
+
+    stats = await client.stats(last_s=LAST_S)
+    try:
+        requests = await client.why(last=_REQUESTS, calls=True)
+    except UnsupportedError:  # of an earlier version
+        requests = None
+    return Snapshot(stats, time.monotonic(), requests)
 
 
 async def watch(address: str | None, interval_s: float) -> AsyncIterator[Snapshot | CommandFailed]:

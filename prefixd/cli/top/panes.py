@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixd.base.sizes import as_size
+from prefixd.base.tiers import Tier
 from prefixd.cli.output.grid import duration, tier_name
 from prefixd.cli.top.daemon_watch import Snapshot
 from prefixd.v1 import admin_pb2 as pb
@@ -61,10 +62,23 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
+def found_tokens(stats: pb.StatsResponse) -> tuple[list[int], int, str]:
+    """Returns the prompt tokens found by tier, those asked for, and when: in the last hour, or since the start if
+    nothing was asked for then, or the daemon does not tell."""
+    total = stats.period.total
+    if total.asked_tokens:
+        return list(total.hit_tokens), total.asked_tokens, f"(last {round(stats.period.seconds / 60)} min)"
+    hits = [0] * len(Tier)
+    for tier in stats.tiers:
+        hits[tier.tier - 1] = tier.hit_tokens
+    return hits, stats.asked_tokens, "since the start"
+
+
 def head(stats: pb.StatsResponse) -> Text:
     """Returns the first line: version, state, hit rate."""
     state = ("draining", "yellow") if stats.draining else ("up", "green")
-    found = f"  {_share(stats.hit_tokens, stats.asked_tokens)} of {short(stats.asked_tokens)} prompt tokens found"
+    hits, asked, when = found_tokens(stats)
+    found = f"  {_share(sum(hits), asked)} of {short(asked)} prompt tokens found {when}"
     return Text.assemble((f"prefixd {stats.version} ", "bold"), state, f" for {duration(stats.uptime_s)}", found)
 
 
@@ -82,6 +96,7 @@ def tiers(stats: pb.StatsResponse, rates: Rates, width: int) -> Table:
     """Returns the tiers: how full, what was found there, and what comes and goes."""
     numbers = ("full", "used", "blocks", "found", "up", "evicted")
     made = _table("tier", "", *numbers, right=numbers)
+    hits, asked, _ = found_tokens(stats)
     bar_width = max(_LEAST_BAR, width - _BESIDE_BAR)
     for tier in stats.tiers:
         name, of = tier_name(tier.tier), tier.capacity_bytes
@@ -91,7 +106,7 @@ def tiers(stats: pb.StatsResponse, rates: Rates, width: int) -> Table:
             _share(tier.used_bytes, of),
             f"{as_size(tier.used_bytes)} of {as_size(of)}" if of else as_size(tier.used_bytes),
             short(tier.blocks),
-            _share(tier.hit_tokens, stats.asked_tokens),
+            _share(hits[tier.tier - 1], asked),
             rates.per_s(tier, "promoted_blocks") or short(tier.promoted_blocks),
             rates.per_s(tier, "evicted_blocks") or short(tier.evicted_blocks),
         )
@@ -120,8 +135,43 @@ def work(stats: pb.StatsResponse) -> Text:
 # -- panes --------------------------------------------------------------------------------------------------------
 
 
-def tenants(stats: pb.StatsResponse) -> Table:
+def requests(snapshot: Snapshot) -> Table:
+    """Returns the last requests: what each found, when its first token came (of engines' calls: the end), and why."""
+    if snapshot.requests is None:
+        made = _table("this daemon's version does not tell its last requests")
+        return made
+    numbers = ("prompt", "found", "took")
+    made = _table("request", "tenant", *numbers, "outcome", "why", right=numbers)
+    for request in snapshot.requests:
+        took_s = request.first_token_s if request.HasField("first_token_s") else request.ended_s
+        known = request.HasField("first_token_s") or request.HasField("ended_s")
+        used = request.used if len(request.used) else request.found
+        made.add_row(
+            Text(_cut(request.client_id or request.id, 18)),
+            Text(_cut(request.tenant, 10)),
+            short(request.prompt_tokens) if request.prompt_tokens else "-",
+            _share(sum(each.tokens for each in used), request.prompt_tokens),
+            milliseconds(took_s) if known else "-",
+            Text(request.outcome or "runs", style="red" if request.outcome in ("failed", "refused") else ""),
+            Text(request.cause.replace("_", " ")),
+        )
+    return made
+
+
+def milliseconds(seconds: float) -> str:
+    """Formats a short time: 0.2 ms, 34 ms, 1.2 s, 45 s."""
+    if seconds < 1:
+        return f"{seconds * 1000:.{int(seconds < 0.01)}f} ms"
+    return f"{seconds:.{int(seconds < 10)}f} s"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def tenants(snapshot: Snapshot) -> Table:
     """Returns what each tenant has and does."""
+    stats = snapshot.stats
     names = [tier_name(tier.tier) for tier in stats.tiers]
     numbers = (*names, "sessions", "run", "wait", "refused")
     made = _table("tenant", *numbers, right=numbers)
@@ -138,8 +188,9 @@ def tenants(stats: pb.StatsResponse) -> Table:
     return made
 
 
-def models(stats: pb.StatsResponse) -> Table:
+def models(snapshot: Snapshot) -> Table:
     """Returns the models and their workers."""
+    stats = snapshot.stats
     numbers = ("run", "wait", "finished", "restarts", "held")
     made = _table("model", "worker", *numbers, right=numbers)
     styles = {pb.WorkerStats.STATE_READY: "green", pb.WorkerStats.STATE_FAILED: "red"}
@@ -158,8 +209,9 @@ def models(stats: pb.StatsResponse) -> Table:
     return made
 
 
-def sessions(stats: pb.StatsResponse) -> Table:
+def sessions(snapshot: Snapshot) -> Table:
     """Returns the sessions, those with most leases first."""
+    stats = snapshot.stats
     numbers = ("pid", "leases", "reservations", "open for")
     made = _table("client", "tenant", *numbers, right=numbers)
     for each in sorted(stats.sessions, key=lambda each: -(each.leases + each.reservations))[:_MOST_ROWS]:
@@ -175,8 +227,9 @@ def sessions(stats: pb.StatsResponse) -> Table:
     return made
 
 
-def namespaces(stats: pb.StatsResponse) -> Table:
+def namespaces(snapshot: Snapshot) -> Table:
     """Returns the namespaces with most blocks."""
+    stats = snapshot.stats
     names = {model.namespace: model.name for model in stats.models}
     numbers = ("block tokens", "blocks", "on gpu")
     made = _table("namespace", "tenant", *numbers, right=numbers)
@@ -192,7 +245,8 @@ def namespaces(stats: pb.StatsResponse) -> Table:
     return made
 
 
-PANES: dict[str, Callable[[pb.StatsResponse], Table]] = {
+PANES: dict[str, Callable[[Snapshot], Table]] = {
+    "requests": requests,
     "tenants": tenants,
     "models": models,
     "sessions": sessions,

@@ -84,7 +84,8 @@ class TopApp(App[None]):
                 self._error = answer
             elif not self._paused:
                 self._error = None
-                self._rates.take(Snapshot(cleaned(answer.stats), answer.at_s))
+                requests = None if answer.requests is None else [cleaned(each) for each in answer.requests]
+                self._rates.take(Snapshot(cleaned(answer.stats), answer.at_s, requests))
             self._render_all()
 
     def _render_all(self) -> None:
@@ -108,7 +109,7 @@ class TopApp(App[None]):
         self._put("head", first)
         self._put("tiers", panes.tiers(stats, self._rates, self.size.width))
         self._put("work", panes.work(stats))
-        self._put("pane", panes.PANES[self._pane](stats))
+        self._put("pane", panes.PANES[self._pane](snapshot))
 
     def _tabs(self) -> Text:
         names = ((f" {name} ", "reverse bold" if name == self._pane else "dim") for name in panes.PANES)

@@ -101,7 +101,9 @@ class HttpPorts:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return PlainTextResponse("Not Found; GET /, /metrics, /api/stats, /api/requests, /healthz or /readyz\n", 404)
+    return PlainTextResponse(
+        "Not Found; GET /, /metrics, /api/stats, /api/requests, /api/why/ID, /healthz or /readyz\n", 404
+    )
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -10,12 +10,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from prefixd.base.errors import InvalidArgumentError
+from prefixd.base.errors import InvalidArgumentError, NotFoundError
+from prefixd.base.plain_messages import to_plain
+from prefixd.base.tenancy.tenants import Role
 from prefixd.observability.request_log import RequestLog
 from prefixd.server.figures.figure_pages import FigurePages
 from prefixd.server.http.http_callers import HttpCallers
 from prefixd.server.http.operator_page import OperatorPage
 from prefixd.server.http.recent_requests import recent_requests
+from prefixd.v1 import admin_pb2 as pb
 
 _NEVER_STORED = {"Cache-Control": "no-store"}
 
@@ -24,27 +27,35 @@ class OperatorRoutes:
     """The routes of the operators, at their own port and at the users'.
 
     `/healthz` and `/readyz` are for everyone who reaches the port, since the probes of a load balancer or of Kubernetes
-    have no token; so is the page `/`, which has no figures itself and asks for a token. All others need the role
-    metrics or admin (`HttpCallers.refuse_operator`).
+    have no token; so is the page `/`, which has no figures itself and asks for a token. `/api/why/ID` shows parts of
+    prompts and needs the role admin, all others metrics or admin (`HttpCallers.refuse_operator`).
 
     Args:
         pages: the figures.
         records: the last requests.
+        why: explains requests, as `Admin.Why`.
         not_ready: returns the reasons why the daemon takes no work; none: it does.
     """
 
-    def __init__(self, pages: FigurePages, records: RequestLog, not_ready: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        pages: FigurePages,
+        records: RequestLog,
+        why: Callable[[pb.WhyRequest], Awaitable[pb.WhyResponse]],
+        not_ready: Callable[[], Sequence[str]],
+    ) -> None:
         self._pages = pages
         self._records = records
+        self._explain = why
         self._page = OperatorPage()
         self._not_ready = not_ready
 
     def routes(self, callers: HttpCallers) -> list[Route]:
         """Returns the routes for a port whose callers are identified so."""
 
-        def route(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
+        def route(path: str, answer: Callable[[Request], Awaitable[Response]], role: Role = Role.METRICS) -> Route:
             async def checked(request: Request) -> Response:
-                return await callers.refuse_operator(request) or await answer(request)
+                return await callers.refuse_operator(request, role) or await answer(request)
 
             return Route(path, functools.wraps(answer)(checked), methods=["GET"])
 
@@ -56,6 +67,7 @@ class OperatorRoutes:
             route("/metrics", self._metrics),
             route("/api/stats", self._stats),
             route("/api/requests", self._requests),
+            route("/api/why/{id:path}", self._why, Role.ADMIN),
         ]
 
     async def _index(self, request: Request) -> Response:
@@ -91,3 +103,12 @@ class OperatorRoutes:
         if not text.isdecimal():
             return PlainTextResponse(f"last={text[:20]} is no number; write /api/requests?last=20\n", 400)
         return JSONResponse(recent_requests(self._records, int(text[:9])), headers=_NEVER_STORED)
+
+    async def _why(self, request: Request) -> Response:
+        try:
+            answer = await self._explain(pb.WhyRequest(request_id=request.path_params["id"]))
+        except NotFoundError as error:
+            return PlainTextResponse(f"{error}\n", 404)
+        except InvalidArgumentError as error:
+            return PlainTextResponse(f"{error}\n", 400)
+        return JSONResponse(to_plain(answer), headers=_NEVER_STORED)

@@ -42,7 +42,8 @@ def test_json_is_one_look() -> None:
     with DaemonProcess({"cpu.bytes": "1MiB", "disk.bytes": 0}) as daemon:
         result = CliRunner().invoke(app, ["top", "--json", "--address", daemon.address])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["stats"]["tiers"][0]["tier"] == "cpu"
+    look = json.loads(result.stdout)
+    assert look["stats"]["tiers"][0]["tier"] == "cpu" and look["requests"] == []
 
 
 def test_without_a_terminal_it_says_what_to_do() -> None:

@@ -16,6 +16,18 @@ from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 from tests.waiting import until
 
+REQUESTS = [
+    pb.RequestInfo(
+        id=f"request-{n}-of-a-long-name",
+        tenant="acme",
+        prompt_tokens=4000,
+        used=[pb.TierTokens(tier=3, tokens=1000)],
+        first_token_s=0.25,
+        outcome="stop",
+        cause="not_cached",
+    )
+    for n in range(32)
+]
 READY = pb.WorkerStats.STATE_READY
 
 
@@ -77,7 +89,9 @@ class Screen:
 
     def answer(self, answer: pb.StatsResponse | CommandFailed) -> None:
         self._at_s += 2.0
-        self._answers.put_nowait(Snapshot(answer, self._at_s) if isinstance(answer, pb.StatsResponse) else answer)
+        self._answers.put_nowait(
+            Snapshot(answer, self._at_s, REQUESTS) if isinstance(answer, pb.StatsResponse) else answer
+        )
 
     @property
     def lines(self) -> list[str]:
@@ -110,10 +124,10 @@ Run = Callable[..., Callable[..., None]]
 async def test_everything_fits_on_a_small_screen(run: Run) -> None:
     async def steps(screen: Screen) -> None:
         screen.answer(stats())
-        await screen.shows("acme", "Quit")
+        await screen.shows("gpu ", "acme", "lost", "Quit")
         lines = screen.lines
         assert len(lines) == 24 and all(len(line) <= 80 for line in lines)
-        assert lines[0] == "prefixd 0.1.0 up for 2:01:40  75% of 8.0M prompt tokens found"
+        assert lines[0] == "prefixd 0.1.0 up for 2:01:40  75% of 8.0M prompt tokens found since the start"
         gpu = next(line for line in lines if line.startswith("gpu"))
         assert (
             gpu.split()[0] == "gpu"
@@ -133,6 +147,7 @@ async def test_everything_fits_on_a_small_screen(run: Run) -> None:
 @pytest.mark.parametrize(
     ("pane", "words"),
     [
+        ("requests", ("request-0-of-a-lo… acme", "4000   25% 250 ms stop    not cached")),
         ("tenants", ("refused", "acme", "512.0 GiB")),
         ("models", ("llama-3", "ready", "98.8k")),
         ("sessions", ("engine-39", "4039")),
@@ -144,6 +159,17 @@ async def test_each_key_shows_its_table(run: Run, pane: str, words: tuple[str, .
         screen.answer(stats())
         await screen.pilot.press(pane[0])
         await screen.shows(*words)
+
+    await run(steps)  # type: ignore[misc]
+
+
+async def test_hits_are_those_of_the_last_hour(run: Run) -> None:
+    async def steps(screen: Screen) -> None:
+        total = pb.PeriodFigures(asked_tokens=1000, hit_tokens=[100, 200, 600, 0])
+        screen.answer(stats(period=pb.Period(seconds=3600, total=total)))
+        await screen.shows("90% of 1000 prompt tokens found (last 60 min)", " 10% ", " 20% ", " 60% ")
+        shares = {line.split()[0]: line for line in screen.lines if line.startswith(("gpu", "cpu", "disk"))}
+        assert all(f" {share} " in shares[tier] for tier, share in (("gpu", "10%"), ("cpu", "20%"), ("disk", "60%")))
 
     await run(steps)  # type: ignore[misc]
 

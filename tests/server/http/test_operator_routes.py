@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from prefixd.base.errors import ConfigError, InvalidArgumentError
+from prefixd.base.errors import ConfigError, InvalidArgumentError, NotFoundError
 from prefixd.base.plain_messages import to_plain
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.observability.request_log import RequestLog
@@ -54,7 +54,7 @@ class Served:
         identities = Identities(known.server, known.tenants, tenants, tokens, LocalCredentials(lambda: 0.0, b"boot"))
         self.pages = FigurePages(self._take)
         self.records = RequestLog(lambda: self.now_s, 8, lambda: 1e9)
-        operator = OperatorRoutes(self.pages, self.records, lambda: self.reasons)
+        operator = OperatorRoutes(self.pages, self.records, self._why, lambda: self.reasons)
         self.ports = HttpPorts(known.server, identities, Refusals(tenants), AuditLog(None), operator)
         self.url = ""
         self.users_url: str | None = None
@@ -67,6 +67,11 @@ class Served:
         if last_s:
             self.stats.period.seconds = last_s
         return self.stats
+
+    async def _why(self, request: pb.WhyRequest) -> pb.WhyResponse:
+        if not self.records.find(request.request_id):
+            raise NotFoundError(f"no request {request.request_id!r} is remembered")
+        return pb.WhyResponse(requests=[pb.RequestInfo(id=request.request_id, sentence="It waited.")])
 
     async def open(self) -> None:
         self.url = str(await self.ports.open_metrics())
@@ -215,6 +220,19 @@ async def test_the_last_requests(serve: Serve) -> None:
     assert [each["outcome"] for each in (await served.get("/api/requests")).json()["requests"]] == ["stop", ""]
     refused = await served.get("/api/requests?last=x")
     assert refused.status_code == 400 and "last=x" in refused.text
+
+
+async def test_why_is_for_operators_alone(serve: Serve) -> None:
+    served = await serve(f"prometheus metrics {PROMETHEUS}\noperator admin {OPERATOR}\n")
+    served.records.begin(Kind.GENERATE, "Generate", id="team/a b")
+    answers = [await served.get("/api/why/team/a%20b", token) for token in (OPERATOR, PROMETHEUS, "")]
+    assert [answer.status_code for answer in answers] == [200, 403, 401]
+    assert answers[0].json()["requests"][0]["sentence"] == "It waited."
+    missing = await served.get("/api/why/x", OPERATOR)
+    assert missing.status_code == 404 and "'x' is remembered" in missing.text
+    open_to_all = await serve()
+    answer = await open_to_all.get("/api/why/x")
+    assert answer.status_code == 403 and "role admin" in answer.text, "it shows parts of prompts"
 
 
 @pytest.fixture(scope="module")

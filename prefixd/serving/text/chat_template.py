@@ -43,14 +43,14 @@ class ChatTemplate:
     Args:
         source: in Jinja.
         special_tokens: by their names in the template, such as `bos_token`.
-        image_tokens: the tokens for an image's begin, the image and its end, if the template writes the first alone and
-            the model wants all three.
+        image_tokens: the tokens for an image's begin, the image and its end, if the model wants all three. A template
+            that does not name the second writes the first alone (Gemma 3), and the others are put behind it.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], image_tokens: Sequence[str] = ()) -> None:
         self._source = source
         self._special_tokens = dict(special_tokens)
-        self._image_tokens = image_tokens
+        self._image_tokens = () if image_tokens and image_tokens[1] in source else tuple(image_tokens)
 
     def render(self, chat: Chat) -> str:
         """The text of a chat, special tokens included.
@@ -63,8 +63,7 @@ class ChatTemplate:
         text = self._render(messages, variables)
         if self._image_tokens:
             begin, image, end = self._image_tokens
-            if begin in text and image not in text:
-                text = text.replace(begin, f"\n\n{begin}{image}{end}\n\n")
+            text = text.replace(begin, f"\n\n{begin}{image}{end}\n\n")
         return text
 
     def _content(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:

@@ -54,7 +54,6 @@ def _describe_chat(tokenizer: Any, directory: Path) -> dict[str, Any]:
         template = template.get("default")
     if template is None and (of_processor := directory / "chat_template.json").is_file():
         template = json.loads(of_processor.read_text())["chat_template"]  # where older models with images have it
-    # Gemma 3's template writes the first of these tokens alone; its processor puts the image's tokens behind it.
     around = [getattr(tokenizer, name, None) for name in ("boi_token", "image_token", "eoi_token")]
     return {
         "source": template,

@@ -74,6 +74,11 @@ class HttpCallers:
             caller = self._identities.of_certificate(names, host)
         return replace(caller, door="http")
 
+    def let_in(self, caller: Caller) -> None:
+        """Logs a caller that is let in."""
+        if self._audit.enabled:
+            self._audit.log_let_in(caller)
+
     async def refuse_turn(self, request: Request, why: object, caller: Caller | None = None) -> None:
         """Waits until a caller (None: an unknown one) may be told of a refusal, and logs it."""
         if await self._refusals.turn(None if caller is None else caller.tenant):
@@ -99,8 +104,7 @@ class HttpCallers:
             await self.refuse_turn(request, error)
             return PlainTextResponse(f"{error}; {how}\n", 401, CHALLENGE)
         if caller.role in allowed:
-            if self._audit.enabled:
-                self._audit.log_let_in(caller)
+            self.let_in(caller)
             return None
         why = f"{caller.name} has the role {caller.role}; {how}"
         await self.refuse_turn(request, why, caller)

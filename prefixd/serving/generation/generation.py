@@ -201,7 +201,7 @@ class Generation:
         sampling = params.sampling
         values = 1 if sampling.logprobs is None else 2 + sampling.logprobs
         requests: list[Request] = []
-        keeps = params.sequences > params.answers
+        keeps = params.kept or params.sequences > params.answers
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests), tenant, self._unread, keeps=keeps)
         requests += self._maker.make(params, tenant, record, ids, images, model, inbox)
         self.records.rename(record, requests[0].name)

@@ -62,6 +62,8 @@ class GenerateParams:
     """The caller's own id of the request, from the header `prefixd-request-id`; it need not be unique."""
     trace: TraceContext | None = None
     """The caller's span, from the header `traceparent`."""
+    kept: bool = False
+    """The caller keeps the whole output in memory until its end, so that it counts as unread until then."""
     as_long_as_fits: bool = False
     """The output may have as many tokens as the model's context and the GPU tier hold, not `sampling.max_tokens`."""
 

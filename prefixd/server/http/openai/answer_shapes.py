@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from prefixd.server.http.openai.logprob_lists import LogprobLists
+from msgspec import Raw
+
+from prefixd.server.http.openai.logprob_lists import Lists, LogprobLists
 from prefixd.serving.generation import Tokens
 
 
@@ -21,17 +23,17 @@ class Shape(Protocol):
     def begin(self, index: int) -> dict[str, Any] | None:
         """The first piece of a choice, which comes with its first token; None: there is none."""
 
-    def logprobs(self, tokens: Tokens) -> dict[str, Any]:
+    def logprobs(self, tokens: Tokens) -> Lists:
         """The logprobs of the next tokens of a choice."""
 
-    def delta(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def delta(self, index: int, text: str, logprobs: Lists | None) -> dict[str, Any]:
         """A piece of a choice."""
 
     def end(self, index: int, reason: str) -> dict[str, Any]:
         """The last piece of a choice."""
 
-    def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str) -> dict[str, Any]:
-        """A whole choice."""
+    def choice(self, index: int, text: str, logprobs: Raw | None, reason: str) -> dict[str, Any]:
+        """A whole choice; `logprobs` is JSON already."""
 
 
 class ChatShape:
@@ -50,11 +52,11 @@ class ChatShape:
         """The role."""
         return self._piece(index, {"role": "assistant", "content": ""})
 
-    def logprobs(self, tokens: Tokens) -> dict[str, Any]:
+    def logprobs(self, tokens: Tokens) -> Lists:
         """As `LogprobLists.of_chat`."""
         return self._lists.of_chat(tokens)
 
-    def delta(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def delta(self, index: int, text: str, logprobs: Lists | None) -> dict[str, Any]:
         """More of a message."""
         return self._piece(index, {"content": text}, logprobs)
 
@@ -62,14 +64,14 @@ class ChatShape:
         """The reason why a message ends."""
         return self._piece(index, {}, None, reason)
 
-    def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: Raw | None, reason: str) -> dict[str, Any]:
         """A message."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     @staticmethod
     def _piece(
-        index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+        index: int, delta: dict[str, Any], logprobs: Lists | None = None, reason: str | None = None
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
@@ -91,12 +93,12 @@ class CompletionShape:
         """Nothing."""
         return None
 
-    def logprobs(self, tokens: Tokens) -> dict[str, Any]:
+    def logprobs(self, tokens: Tokens) -> Lists:
         """As `LogprobLists.of_completion`."""
         lists, self._offsets[tokens.index] = self._lists.of_completion(tokens, self._offsets.get(tokens.index, 0))
         return lists
 
-    def delta(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def delta(self, index: int, text: str, logprobs: Lists | None) -> dict[str, Any]:
         """More of a text."""
         return self._piece(index, text, logprobs, None)
 
@@ -104,10 +106,10 @@ class CompletionShape:
         """The reason why a text ends."""
         return self._piece(index, "", None, reason)
 
-    def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: Raw | None, reason: str) -> dict[str, Any]:
         """A whole text."""
         return self._piece(index, text, logprobs, reason)
 
     @staticmethod
-    def _piece(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    def _piece(index: int, text: str, logprobs: Lists | Raw | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -11,11 +11,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from prefixd.base.errors import InvalidArgumentError
 from prefixd.server.http.openai.answer_shapes import Shape
 from prefixd.server.http.openai.error_answers import RequestCancelledError, answer_of
 from prefixd.server.http.openai.several_prompts import AnswerEvent, Usage
 from prefixd.serving.generation import SequenceFinished, Tokens
 
+MOST_LOGPROBS_KEPT = 1 << 19
+"""Logprobs of an answer that is no stream: some 45 MiB of JSON."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -43,10 +46,12 @@ class Answer:
     usage: bool = False
     running_usage: bool = False
     _texts: dict[int, list[str]] = field(default_factory=dict)
-    _logprobs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _logprobs: dict[int, dict[str, list[bytes]]] = field(default_factory=dict)
+    _values: int = 0
 
     async def whole(self) -> bytes:
-        """The whole answer. Raises as `Generation.run`, and RequestCancelledError."""
+        """The whole answer. Raises as `Generation.run`, RequestCancelledError, and InvalidArgumentError for an
+        answer that is too large."""
         choices: list[dict[str, Any]] = []
         usage = Usage()
         async with aclosing(self.events) as events:
@@ -85,19 +90,27 @@ class Answer:
         yield _DONE
 
     def _keep(self, tokens: Tokens) -> None:
+        """Keeps text, and logprobs as JSON, which takes less memory and is put together quickly."""
         self._texts.setdefault(tokens.index, []).append(tokens.text)
         if not tokens.logprobs:
             return
-        more = self.shape.logprobs(tokens)
-        kept = self._logprobs.setdefault(tokens.index, more)
-        if kept is not more:
-            for name, values in more.items():
-                if values is not None:
-                    kept[name] += values
+        self._values += sum(1 + len(each.token_ids) for each in tokens.logprobs)
+        if self._values > MOST_LOGPROBS_KEPT:
+            raise InvalidArgumentError(
+                f"the answer has more than {MOST_LOGPROBS_KEPT} logprobs; ask for fewer, or for a stream"
+            )
+        kept = self._logprobs.setdefault(tokens.index, {})
+        for name, values in self.shape.logprobs(tokens).items():
+            kept.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
 
     def _choice(self, end: SequenceFinished) -> dict[str, Any]:
         text = "".join(self._texts.pop(end.index, ()))
-        return self.shape.choice(end.index, text, self._logprobs.pop(end.index, None), _reason(end))
+        kept = self._logprobs.pop(end.index, None)
+        logprobs = None
+        if kept is not None:
+            lists = (b'"%b":[%b]' % (name.encode(), b",".join(values)) for name, values in kept.items())
+            logprobs = msgspec.Raw(b"{%b}" % b",".join(lists))
+        return self.shape.choice(end.index, text, logprobs, _reason(end))
 
     def _piece(self, choice: dict[str, Any], output_tokens: int) -> bytes:
         piece = self._object(self.shape.piece, [choice])

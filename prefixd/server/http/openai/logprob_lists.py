@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from prefixd.serving.generation import Tokens
 from prefixd.serving.text.token_bytes import TokenBytes
 
 _IMPOSSIBLE = -9999.0
 """In place of minus infinity, for which JSON has no number; the same as vLLM's."""
+
+Lists: TypeAlias = dict[str, list[Any]]
+"""By their names in the answer; the lists of the next tokens are appended to them."""
 
 
 class LogprobLists:
@@ -21,15 +24,15 @@ class LogprobLists:
     def __init__(self, tokens: TokenBytes | None) -> None:
         self._tokens = tokens
 
-    def of_chat(self, tokens: Tokens) -> dict[str, Any]:
+    def of_chat(self, tokens: Tokens) -> Lists:
         """For a chat: each token with its bytes, and the most likely ones."""
         content = []
         for token, found in zip(tokens.token_ids, tokens.logprobs, strict=True):
             best = [self._entry(*each) for each in zip(found.token_ids, found.logprobs, strict=True)]
             content.append({**self._entry(token, found.chosen), "top_logprobs": best})
-        return {"content": content, "refusal": None}
+        return {"content": content}
 
-    def of_completion(self, tokens: Tokens, offset: int) -> tuple[dict[str, Any], int]:
+    def of_completion(self, tokens: Tokens, offset: int) -> tuple[Lists, int]:
         """For a completion: lists with an element a token; and the offset behind the last one.
 
         offset: characters of the tokens before.
@@ -43,7 +46,7 @@ class LogprobLists:
             best.append({self._text(each): _finite(value) for each, value in likely.items()})
             offsets.append(offset)
             offset += len(text)
-        lists = {"tokens": written, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
+        lists: Lists = {"tokens": written, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
         return lists, offset
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:

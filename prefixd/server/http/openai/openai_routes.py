@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -49,6 +50,9 @@ class Callers(Protocol):
 
     def identify(self, request: Request) -> Caller:
         """Returns the caller. Raises UnknownCallerError."""
+
+    def let_in(self, caller: Caller) -> None:
+        """Logs a caller that is let in."""
 
     async def refuse_turn(self, request: Request, why: object, caller: Caller | None = None) -> None:
         """Waits until a caller may be told of a refusal, and logs it."""
@@ -119,6 +123,7 @@ class OpenAIRoutes:
             await self._callers.refuse_turn(request, error, caller)
             raise
         CURRENT_CALL.set(call)
+        self._callers.let_in(caller)
         return call
 
     # -- models -------------------------------------------------------------------------------------------------------
@@ -156,7 +161,7 @@ class OpenAIRoutes:
             fields, prompts = await in_thread(functools.partial(_read, body, kind))
         del body
         client_id = _client_id(request) or check_client_id(fields.request_id or "")
-        prompts = self._with_call(prompts, request, call, client_id)
+        prompts = _with_call(prompts, request, call, client_id, kept=not fields.stream)
         logprobs = prompts[0].sampling.logprobs is not None
         tokens = await self._generation.token_bytes(prompts[0].model) if logprobs else None
         model = prompts[0].model or next(iter(self._generation.model_lengths()), "")
@@ -184,37 +189,42 @@ class OpenAIRoutes:
             return EventStream(answer.pieces(), headers)
         return Response(await answer.whole(), headers=headers, media_type="application/json")
 
-    def _with_call(
-        self, prompts: Sequence[GenerateParams], request: Request, call: Call, client_id: str
-    ) -> list[GenerateParams]:
-        """The prompts with what the call says of them."""
-        assert call.caller is not None
-        return [
-            replace(
-                params,
-                tenant=call.caller.tenant,
-                message_bytes=call.message_bytes // len(prompts),
-                waited_s=call.waited_s,
-                client_id=client_id,
-                trace=parse_traceparent(request.headers.get("traceparent", "")),
-            )
-            for params in prompts
-        ]
+
+def _with_call(
+    prompts: Sequence[GenerateParams], request: Request, call: Call, client_id: str, *, kept: bool
+) -> list[GenerateParams]:
+    """The prompts with what the call says of them."""
+    assert call.caller is not None
+    return [
+        replace(
+            params,
+            tenant=call.caller.tenant,
+            message_bytes=call.message_bytes // len(prompts),
+            waited_s=call.waited_s,
+            client_id=client_id,
+            trace=parse_traceparent(request.headers.get("traceparent", "")),
+            kept=kept,
+        )
+        for params in prompts
+    ]
 
 
 async def _receive_body(request: Request, call: Call) -> bytes:
     """The body, received when its turn has come. Raises HTTPException and ExhaustedError."""
+    too_large = HTTPException(413, f"the request has more than {MOST_BODY} bytes; send less")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > MOST_BODY:
-        raise InvalidArgumentError(f"the request has {length} bytes; send at most {MOST_BODY}")
+        raise too_large
     pieces: list[bytes] = []
-    async with call.first():
+    async with call.first() as line:
         async for piece in request.stream():
             pieces.append(piece)
             call.message_bytes += len(piece)
             if call.message_bytes > MOST_BODY:
-                raise InvalidArgumentError(f"the request has more than {MOST_BODY} bytes; send less")
-    return b"".join(pieces)
+                raise too_large
+        if line is not None:
+            await line.turn()  # one tenant's large messages are read one after the other
+        return b"".join(pieces)
 
 
 def _read(body: bytes, kind: type[_Body]) -> tuple[_Body, list[GenerateParams]]:

@@ -98,6 +98,7 @@ class FakeCallers:
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
+        self.known: list[str] = []
         self.refused: list[str] = []
 
     def identify(self, request: HttpRequest) -> Caller:
@@ -105,6 +106,9 @@ class FakeCallers:
         if token not in tuple(Role):
             raise UnknownCallerError("the token is not known here")
         return Caller(self._cache.tenants.default, Role(token), token, "http")
+
+    def let_in(self, caller: Caller) -> None:
+        self.known.append(caller.name)
 
     async def refuse_turn(self, request: HttpRequest, why: object, caller: Caller | None = None) -> None:
         self.refused.append(str(why))
@@ -118,6 +122,7 @@ class Front:
     generation: Generation
     callers: FakeCallers
     draining: asyncio.Event
+    app: Starlette
     http: httpx.AsyncClient
     client: AsyncOpenAI
 
@@ -173,9 +178,10 @@ async def make_front(cache: TieredCache) -> AsyncIterator[Callable[..., Front]]:
         models: Any = {"model": SimpleNamespace(dispatcher=dispatcher, model=model, context_tokens=CONTEXT)}
         generation, callers = Generation(cache, models, draining, lambda: 5.0), FakeCallers(cache)
         routes = OpenAIRoutes(generation, callers, CallLimits(cache.tenants, 100)).routes()
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(Starlette(routes=routes)), base_url="http://prefixd")
+        app = Starlette(routes=routes)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://prefixd")
         client = AsyncOpenAI(api_key="client", base_url="http://prefixd/v1", http_client=http, max_retries=0)
-        return Front(dispatcher, generation, callers, draining, http, client)
+        return Front(dispatcher, generation, callers, draining, app, http, client)
 
     yield make
     threads.close()

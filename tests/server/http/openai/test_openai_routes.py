@@ -6,13 +6,14 @@ import asyncio
 import base64
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import openai
 import pytest
 
 from prefixd.base.errors import UnavailableError
+from prefixd.server.http.openai import answers
 from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.worker_protocol.protocol import TokenLogprobs
 from tests.server.http.openai.conftest import CONTEXT, Front, prompt_tokens, tokens_of
@@ -170,6 +171,14 @@ async def test_logprobs_of_a_chat(front: Front) -> None:
     assert [each.bytes for each in found] == [[72], [0xC3], [0xA9]]
 
 
+async def test_an_answer_has_a_bounded_number_of_logprobs(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    front.dispatcher.answer = [NewTokens(tokens_of("H"), LIKELY), NewTokens(tokens_of("!"), LIKELY), Ended("stop")]
+    monkeypatch.setattr(answers, "MOST_LOGPROBS_KEPT", 5)
+    with pytest.raises(openai.BadRequestError, match="more than 5 logprobs; ask for fewer, or for a stream"):
+        await front.client.completions.create(model="model", prompt="x", logprobs=2)
+    await until(lambda: len(front.dispatcher.cancelled) == 1)
+
+
 async def test_logprobs_of_a_completion(front: Front) -> None:
     front.dispatcher.answer = [NewTokens(tokens_of("H"), LIKELY), NewTokens(tokens_of("!"), LIKELY), Ended("stop")]
     answer = await front.client.completions.create(model="model", prompt="x", logprobs=2)
@@ -281,7 +290,7 @@ async def test_what_is_no_request_is_refused(front: Front) -> None:
         answer = await front.http.post("/v1/completions", content=content)
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", content
     answer = await front.http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (16 << 20) + b'"}')
-    assert answer.status_code == 400 and "send at most 16777216" in answer.json()["error"]["message"]
+    assert answer.status_code == 413 and "more than 16777216 bytes" in answer.json()["error"]["message"]
     assert (await front.http.get("/v1/embeddings")).json()["error"]["message"].startswith("there is no GET /v1/embed")
 
 
@@ -328,6 +337,30 @@ async def test_a_request_has_the_callers_id(front: Front) -> None:
     assert unnamed.headers["x-request-id"] == unnamed.headers["prefixd-request-id"]
     refused = await front.http.post("/v1/completions", json={}, headers=headers)
     assert refused.headers["x-request-id"] == "mine"
+
+
+async def test_a_reader_that_is_too_slow_is_told(front: Front) -> None:
+    front.dispatcher.answer = None
+    reads, sent = asyncio.Event(), list[bytes]()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) > 2:  # a piece has come
+            await reads.wait()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"prompt": "x", "stream": true, "max_tokens": 2000}'}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    answering = asyncio.create_task(front.app(scope, receive, send))
+    await until(lambda: bool(front.dispatcher.submitted))
+    for _ in range(70):
+        front.dispatcher.submitted[0].events.put_nowait(NewTokens([1] * 1000))
+        await asyncio.sleep(0)
+    await until(lambda: bool(front.dispatcher.cancelled))
+    reads.set()
+    await answering
+    assert b"reads too slowly" in sent[-3] and sent[-2:] == [b"data: [DONE]\n\n", b""]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,6 +16,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "worker": (*_DAEMON, "torch", "transformers", "tokenizers", "safetensors", "PIL", "cuda", "jinja2"),
     "remote": ("cryptography", "obstore"),
     "mooncake": ("mooncake",),
+    "otel": ("opentelemetry",),
     "vllm": ("cuda", "pydantic"),
     "sglang": ("cuda", "pydantic"),
 }
@@ -35,11 +36,18 @@ def require(extra: str, needed_by: str, *modules: str) -> None:
     Args:
         extra: a name in `EXTRAS`.
         needed_by: the command or setting that needs them: "prefixd serve", "worker.model = /models/llama".
-        modules: modules of `extra` that are needed now.
+        modules: modules of `extra` that are needed now, such as "opentelemetry.sdk".
     """
     for module in modules or EXTRAS[extra]:
-        if find_spec(module) is None:
+        if not _is_installed(module):
             raise MissingExtraError(needed_by, module, extra)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
 
 
 def extra_of(module: str) -> str | None:

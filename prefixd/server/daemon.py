@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
@@ -59,6 +60,9 @@ from prefixd.serving.models.models import Models
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc
 from prefixd_swap import MAX_SLABS, FileOps, SlabStore, SwapError
+
+if TYPE_CHECKING:
+    from prefixd.observability.span_export import SpanExport
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +183,7 @@ class Daemon:
         self._listeners.access.make_directory(settings.server.socket.parent)
         remove_stale_socket(settings.server.socket)
         door = await self._open_memory_listener(stack)
-        snapshot, service = self._add_services(door)
+        snapshot, service = self._add_services(door, stack)
         # Before this line a signal ends the process at once, since the daemon has taken no call.
         self.signals.install()
         tcp = await self._listeners.open()
@@ -264,7 +268,19 @@ class Daemon:
         stack.push_async_callback(listener.close)
         return path
 
-    def _add_services(self, memory_socket: Path) -> tuple[Snapshot, PrefixCacheService]:
+    def _export_spans(self, stack: AsyncExitStack) -> SpanExport | None:
+        """Sends requests as spans where the settings ask for it."""
+        tracing = self.settings.tracing
+        if tracing.endpoint is None:
+            return None
+        from prefixd.observability.span_export import open_export  # needs the extra `otel`
+
+        spans = open_export(tracing.endpoint, tracing.ratio)
+        self.records.ended.append(spans.take)
+        stack.push_async_callback(asyncio.to_thread, spans.close)
+        return spans
+
+    def _add_services(self, memory_socket: Path, stack: AsyncExitStack) -> tuple[Snapshot, PrefixCacheService]:
         """Adds all gRPC services to the listeners."""
         cache, models, draining = self.cache, self.models, self._draining
         hosts = {} if models is None else models.hosts
@@ -272,6 +288,7 @@ class Daemon:
         if not self.records.kept:
             cache.placement.evictions.kept = 0
         self.records.ended.append(cache.measurements.count_request)
+        spans = self._export_spans(stack)
         images_bytes = self.settings.worker.images_bytes
         self._generation = generation = Generation(cache, hosts, draining, elapsed_s, images_bytes, self.records)
         figures = TenantFigures(
@@ -297,6 +314,7 @@ class Daemon:
         snapshot = Snapshot(
             *(cache, draining, elapsed_s, started_s, hosts, figures, self._events, elastic, history, wear)
         )
+        snapshot.spans = spans
         snapshot.ghosts = GhostFigures(cache, self._ghosts, hosts)
         tier_resize = None if models is None else models.tier_resize
         self._why = why = WhyAnswers(cache, generation)

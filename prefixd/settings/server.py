@@ -1,4 +1,4 @@
-"""The settings `server` and `events`: where the daemon listens, and which callers it lets in."""
+"""The settings `server`, `tracing` and `events`: where the daemon listens, and which callers it lets in."""
 
 from __future__ import annotations
 
@@ -204,6 +204,23 @@ class ServerSettings(Section):
                 f"{self.max_lease_ttl_s:g}; lower the first or raise the second"
             )
         return self
+
+
+def _collector(value: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s]+:\d{1,5}", value):
+        raise ValueError("write http://host:port or https://host:port of a collector's OTLP gRPC receiver, port 4317")
+    return value
+
+
+class TracingSettings(Section):
+    """Spans of requests for an OpenTelemetry collector. Needs the extra `otel`."""
+
+    endpoint: Annotated[str, AfterValidator(_collector)] | None = None
+    """The collector's OTLP gRPC receiver, such as http://127.0.0.1:4317; https:// encrypts. None by default: no spans.
+    OpenTelemetry's variables OTEL_EXPORTER_OTLP_CERTIFICATE, OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES
+    apply."""
+    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of requests that are recorded, of those without a `traceparent`; of the others the caller decides."""
 
 
 class EventSettings(Section):

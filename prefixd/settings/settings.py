@@ -21,7 +21,7 @@ from prefixd.base.tenancy.tenants import COMMON, Quota, TierQuota, check_guarant
 from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.settings.field_types import AbsolutePath, Section, default_data_dir
 from prefixd.settings.inference import SchedulerSettings, WorkerSettings
-from prefixd.settings.server import EventSettings, ServerSettings, without_authority
+from prefixd.settings.server import EventSettings, ServerSettings, TracingSettings, without_authority
 from prefixd.settings.tenants import TenantSettings
 from prefixd.settings.tiers import (
     CacheSettings,
@@ -48,6 +48,7 @@ class Settings(Section):
     transfers: TransferSettings = Field(default_factory=TransferSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
     events: EventSettings = Field(default_factory=EventSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
     scheduler: SchedulerSettings = Field(default_factory=SchedulerSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     tenants: dict[Annotated[str, AfterValidator(check_tenant_name)], TenantSettings] = Field(default_factory=dict)

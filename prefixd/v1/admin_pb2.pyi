@@ -513,7 +513,7 @@ class ModelStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., namespace: _Optional[str] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period", "claims", "ghosts")
+    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period", "claims", "ghosts", "spans")
     class LostBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -551,6 +551,7 @@ class StatsResponse(_message.Message):
     PERIOD_FIELD_NUMBER: _ClassVar[int]
     CLAIMS_FIELD_NUMBER: _ClassVar[int]
     GHOSTS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
     draining: bool
@@ -581,7 +582,18 @@ class StatsResponse(_message.Message):
     period: Period
     claims: ClaimStats
     ghosts: GhostStats
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ..., claims: _Optional[_Union[ClaimStats, _Mapping]] = ..., ghosts: _Optional[_Union[GhostStats, _Mapping]] = ...) -> None: ...
+    spans: SpanStats
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ..., claims: _Optional[_Union[ClaimStats, _Mapping]] = ..., ghosts: _Optional[_Union[GhostStats, _Mapping]] = ..., spans: _Optional[_Union[SpanStats, _Mapping]] = ...) -> None: ...
+
+class SpanStats(_message.Message):
+    __slots__ = ("exported_spans", "failed_spans", "dropped_requests")
+    EXPORTED_SPANS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_SPANS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    exported_spans: int
+    failed_spans: int
+    dropped_requests: int
+    def __init__(self, exported_spans: _Optional[int] = ..., failed_spans: _Optional[int] = ..., dropped_requests: _Optional[int] = ...) -> None: ...
 
 class ClaimStats(_message.Message):
     __slots__ = ("open", "granted", "waits", "taken_over", "spared_tokens")

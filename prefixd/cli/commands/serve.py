@@ -179,6 +179,10 @@ def serve_command(
 
     settings = read_settings()
     check_start(settings)
+    if settings.tracing.endpoint is not None:
+        # Other packages bring parts of OpenTelemetry, too.
+        modules = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc")
+        require("otel", f"tracing.endpoint = {settings.tracing.endpoint}", *modules)
     if settings.worker.enabled:
         model = settings.worker.model
         require("worker", "worker.embedded = true" if model is None else f"worker.model = {model}")

@@ -16,6 +16,7 @@ from prefixd.base.setting_sources import default_socket
 from prefixd.client.connecting.credentials import Credentials, Ticket
 from prefixd.client.connecting.default_socket import check_default_socket
 from prefixd.client.connecting.forks import forked_from
+from prefixd.client.connecting.trace_headers import trace_headers
 from prefixd.client.errors import (
     CallTimeout,
     ClientClosed,
@@ -237,7 +238,7 @@ class Connection:
 
 
 class _ChannelWithMetadata:
-    """The part of a channel that stubs use; adds the present metadata of `source` to each call."""
+    """The part of a channel that stubs use; adds the metadata of `source` and the caller's span to each call."""
 
     def __init__(self, channel: grpc.aio.Channel, source: Ticket | Credentials) -> None:
         self._channel = channel
@@ -248,7 +249,7 @@ class _ChannelWithMetadata:
 
         def method(*arguments: Any, **options: Any) -> Any:
             call = make(*arguments, **options)
-            return lambda request, **how: call(request, metadata=self._source.metadata, **how)
+            return lambda request, **how: call(request, metadata=(*self._source.metadata, *trace_headers()), **how)
 
         return method
 

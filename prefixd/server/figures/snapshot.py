@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Self
 
 from google.protobuf.message import Message
 
@@ -32,6 +32,9 @@ from prefixd.v1 import admin_pb2 as pb
 from prefixd_swap.tiers import GpuTier, MemoryTier
 from prefixd_swap.tiers import Tier as TierObject
 
+if TYPE_CHECKING:
+    from prefixd.observability.span_export import SpanExport
+
 _STATES = {
     WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
     WorkerState.READY: pb.WorkerStats.STATE_READY,
@@ -54,6 +57,7 @@ class Snapshot:
     history: History | None = None
     wear: DiskWear | None = None
     ghosts: GhostFigures | None = None
+    spans: SpanExport | None = None
 
     async def take(self, last_s: float = 0.0) -> pb.StatsResponse:
         """Returns the figures now. Counts of blocks are up to some milliseconds old at a million blocks.
@@ -121,6 +125,7 @@ class Snapshot:
             ),
             claims=self._claim_stats(),
             ghosts=None if self.ghosts is None else self.ghosts.take(),
+            spans=None if self.spans is None else pb.SpanStats(**asdict(self.spans.counts)),
         )
 
     def troubles(self) -> list[pb.Trouble]:

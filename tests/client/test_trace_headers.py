@@ -1,0 +1,43 @@
+"""Calls tell the daemon the caller's span."""
+
+from __future__ import annotations
+
+import threading
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from prefixd.client import within_trace
+from prefixd.client.connecting.trace_headers import trace_headers
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+def test_outside_of_a_trace_nothing_is_sent() -> None:
+    assert trace_headers() == ()
+
+
+def test_a_given_span_is_sent_in_its_context_only() -> None:
+    seen = []
+    with within_trace(PARENT):
+        assert trace_headers() == (("traceparent", PARENT),)
+        thread = threading.Thread(target=lambda: seen.append(trace_headers()))
+        thread.start()
+        thread.join()
+    assert seen == [()] and trace_headers() == ()
+
+
+def test_what_cannot_be_a_header_is_not_sent() -> None:
+    with within_trace("00\n-x"):
+        assert trace_headers() == ()
+
+
+def test_opentelemetrys_current_span_is_sent() -> None:
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+    with tracer.start_as_current_span("mine") as span:
+        context = span.get_span_context()
+        ((name, value),) = trace_headers()
+        version, trace_id, span_id, flags = value.split("-")
+        assert (name, version) == ("traceparent", "00") and int(flags, 16) & 1
+        assert (int(trace_id, 16), int(span_id, 16)) == (context.trace_id, context.span_id)
+        with within_trace(PARENT):
+            assert trace_headers() == (("traceparent", PARENT),)

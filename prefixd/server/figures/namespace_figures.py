@@ -69,7 +69,7 @@ async def fill_figures(cache: TieredCache, counted: Mapping[int, int], models: M
     """
     nbytes, blocks, pacer = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Pacer()
     for namespace in list(cache.namespaces):
-        await pacer.worked(1)
+        await pacer.worked(1 + len(namespace.spec.parts) // 8)
         if not (count := counted.get(namespace.ordinal, 0)):
             continue
         tenant, name = namespace.spec.who

@@ -19,6 +19,7 @@ from prefixd.base.errors import ConfigError, PreconditionError
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import Troubles
 from prefixd.cache.ghosts.ghosts import Ghosts
+from prefixd.observability.request_lines import log_request
 from prefixd.observability.request_log import RequestLog
 from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.service_manager import ServiceManager
@@ -54,6 +55,7 @@ from prefixd.server.settings_reload import SettingsReload
 from prefixd.server.startup.compute_device import resolve_device
 from prefixd.server.startup.exclusive_use import lock_directory, remove_stale_socket
 from prefixd.server.startup.set_aside_index import SetAsideCheck
+from prefixd.server.startup.start_log import log_start
 from prefixd.server.startup.storage import open_arena, open_cache, open_store
 from prefixd.serving.generation import Generation
 from prefixd.serving.models.models import Models
@@ -177,6 +179,8 @@ class Daemon:
         if models is not None:
             self._tasks.watch(models.start())
             stack.push_async_callback(models.stop)
+        folders = {} if models is None else {name: host.directory for name, host in models.hosts.items()}
+        log_start(settings, device, self._store, folders)
         self._health_status = health_status = HealthStatus(self._health, self.cache.tiers, models, self._draining)
         self._troubles.listeners.append(health_status.update)
         self.drain = Drain(self.cache, models, self._draining, self._timeout_s, health_status.update)
@@ -212,7 +216,7 @@ class Daemon:
         self._troubles = troubles = Troubles(clock)
         raise_descriptor_limit(settings.server.max_sessions, settings.disk.bytes and MAX_SLABS, troubles)
         self._arena = arena = open_arena(settings, device, troubles, stack)
-        store = open_store(settings, self._ops, stack)
+        self._store = store = open_store(settings, self._ops, stack)
         self.cache = cache = open_cache(settings, device, arena, store, self._tenants, troubles, stack)
         if store is not None:
             self._watch_set_aside(store)
@@ -287,7 +291,7 @@ class Daemon:
         self.records = RequestLog(elapsed_s, self.settings.server.request_records)
         if not self.records.kept:
             cache.placement.evictions.kept = 0
-        self.records.ended.append(cache.measurements.count_request)
+        self.records.ended += [cache.measurements.count_request, log_request]
         spans = self._export_spans(stack)
         images_bytes = self.settings.worker.images_bytes
         self._generation = generation = Generation(cache, hosts, draining, elapsed_s, images_bytes, self.records)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prefixd.base.errors import ConfigError
 from prefixd.settings import Settings
+from prefixd.settings.model_folder import why_not_a_model
 from prefixd_swap.memory_limit import cgroup_limit
 
 _DAEMON_BYTES = 96 << 20  # a sidecar without blocks has 90 MiB
@@ -28,9 +29,11 @@ def check_start(settings: Settings, root: Path = Path("/")) -> None:
     if settings.disk.bytes:
         _check_directory("disk.path", settings.disk_path)
     _check_socket(settings.server.socket)
-    for name in ("model", "draft_model"):
-        if (directory := getattr(settings.worker, name)) is not None:
-            _check_model(f"worker.{name}", directory)
+    worker = settings.worker
+    named = [("model", worker.model), ("draft_model", worker.draft_model)]
+    for name, folder in [*named, *(("more_models", each) for each in worker.more_models)]:
+        if folder is not None and (why := why_not_a_model(folder)):
+            raise ConfigError(f"worker.{name} = {folder} {why}")
     _check_memory(settings, root)
 
 
@@ -80,10 +83,3 @@ def _check_socket(path: Path) -> None:
     _check_directory("server.socket", path.parent)
     if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
         raise ConfigError(f"server.socket = {path} exists and is not a socket; remove it or choose another path")
-
-
-def _check_model(name: str, path: Path) -> None:
-    if not path.is_dir():
-        raise ConfigError(f"{name} = {path} is not a directory; give the directory of a Hugging Face model")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{name} = {path} has no config.json; give the directory of a Hugging Face model")

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic import model_validator as check_together
 
 from prefixd.settings.field_types import AbsolutePath, Bytes, Count, Seconds, Section, listed_texts
+from prefixd.settings.model_folder import ModelFolder
 from prefixd_scheduler import POLICIES
 
 _MOST_REQUESTS = 1_000_000
@@ -69,12 +70,13 @@ class SchedulerSettings(Section):
 class WorkerSettings(Section):
     """The inference worker beside the daemon; there is one when `model` or `embedded` is set."""
 
-    model: AbsolutePath | None = None
-    """Directory of a Hugging Face model."""
-    more_models: Annotated[tuple[AbsolutePath, ...], BeforeValidator(listed_texts)] = ()
-    """Directories of further models, each with a worker of its own; all settings of this section apply to each. They
-    share the GPU tier, frame by frame: busy models get the memory. A request names a model by the name of its
-    directory; a request without a name goes to `model`."""
+    model: ModelFolder | None = None
+    """Directory of a Hugging Face model, or the name of one that was downloaded (`hf download NAME`), such as
+    meta-llama/Llama-3.1-8B: it is looked up in $HF_HUB_CACHE, by default ~/.cache/huggingface/hub."""
+    more_models: Annotated[tuple[ModelFolder, ...], BeforeValidator(listed_texts)] = ()
+    """Directories or names of further models, each with a worker of its own; all settings of this section apply to
+    each. They share the GPU tier, frame by frame: busy models get the memory. A request names a model by the name of
+    its directory, or by the name of the download; a request without a name goes to `model`."""
     embedded: bool = False
     """Run the small random model that comes with prefixd: for trying out and for tests."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -113,10 +115,11 @@ class WorkerSettings(Section):
     """For models that read images: keep images' embeddings in the tiers while there is room, so that each is computed
     once. false: embed the images of each prompt anew, as a baseline to measure against. The KV that the cross-attention
     layers of Llama 3.2 Vision compute from an image is kept in any case: 202 MiB for the 11B model."""
-    draft_model: AbsolutePath | None = None
-    """Directory of a small Hugging Face model with the same tokens that proposes output, which the model checks several
-    tokens at a time: the same answers in fewer passes of the model (speculative decoding). It runs on the same device,
-    and its KV lies in the same blocks. For models of attention layers, with kv = "virtual" and layout = "token"."""
+    draft_model: ModelFolder | None = None
+    """Directory (or name, as for `model`) of a small Hugging Face model with the same tokens that proposes output,
+    which the model checks several tokens at a time: the same answers in fewer passes of the model (speculative
+    decoding). It runs on the same device, and its KV lies in the same blocks. For models of attention layers, with kv =
+    "virtual" and layout = "token"."""
     draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
     """How many tokens the draft proposes at a time."""
     cuda_graphs: bool = True

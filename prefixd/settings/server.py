@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import model_validator as check_together
@@ -135,6 +135,11 @@ class ServerSettings(Section):
     """The longest lifetime that a client can ask for, in seconds."""
     drain_timeout_s: Seconds = 60.0
     """How long a drain or a SIGTERM waits for running requests before it ends them, in seconds."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity of the lines on stderr. debug: a line for each request, too, when it has ended."""
+    log_format: Literal["text", "json"] = "text"
+    """How the lines on stderr are written. text: for people. json: a JSON object a line, with `request_id` where the
+    line is about a request."""
     request_records: Annotated[int, Field(ge=0, le=1 << 20)] = 4096
     """How many of the last requests the daemon remembers for `prefixd why`, of engines' calls too; some 4 KiB each.
     0: none."""

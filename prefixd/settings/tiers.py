@@ -22,6 +22,9 @@ def _device(value: str) -> str:
 
 
 def _store_url(value: str) -> str:
+    for redis, valkey in (("redis://", "valkey://"), ("rediss://", "valkeys://")):  # one protocol, two names
+        if value.startswith(redis):
+            value = valkey + value.removeprefix(redis)
     url = urlsplit(value)
     try:
         port = url.port
@@ -44,8 +47,8 @@ def _store_url(value: str) -> str:
             valid = False
     if not valid:
         raise ValueError(
-            "write valkey://host:port (for Redis, too), valkeys://host:port (with TLS), valkey:///path/of/socket, "
-            "s3://bucket/prefix or mooncake://host:port"
+            "write valkey://host:port or redis://host:port, valkeys:// or rediss:// (with TLS), "
+            "valkey:///path/of/socket, s3://bucket/prefix or mooncake://host:port"
         )
     return value
 
@@ -185,8 +188,9 @@ class RemoteSettings(Section):
     """
 
     url: Annotated[str, AfterValidator(_store_url)] | None = None
-    """The store's address: valkey://host:port/db and valkeys://... (with TLS) for Valkey or Redis, valkey:///path for a
-    unix socket, s3://bucket/prefix, or mooncake://host:port (of the master). None by default."""
+    """The store's address: valkey://host:port/db and valkeys://... (with TLS) for Valkey or Redis (or redis://,
+    rediss://), valkey:///path for a unix socket, s3://bucket/prefix, or mooncake://host:port (of the master). None by
+    default."""
     secret_file: AbsolutePath | None = None
     """File (mode 0600) with a secret of 16 bytes or more, the same on all hosts that share blocks: `openssl rand -hex
     32 > FILE`. The names of objects, and the proof that they are from one of these hosts, are made from it."""

@@ -17,7 +17,7 @@ from prefixd.base.extras import require
 from prefixd.base.setting_sources import find_config_file
 from prefixd.cli.commands.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.failures import examples
-from prefixd.cli.output.terminal import LogFormatter
+from prefixd.cli.output.log_format import log_to_stderr
 from prefixd.process.start import ensure_temporary_folder
 
 if TYPE_CHECKING:
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "prefixd serve --embedded",
-    "prefixd serve --model ~/models/Llama-3.2-1B --gpu-bytes 8GiB --cpu-bytes 32GiB --disk-bytes 200GiB",
+    "prefixd serve --model meta-llama/Llama-3.2-1B --gpu-bytes 8GiB --cpu-bytes 32GiB --disk-bytes 200GiB",
+    "prefixd serve --cpu-bytes 64GiB --log-level debug --log-format json",
     "prefixd serve --cpu-bytes 64GiB --tcp 0.0.0.0:7070 --tls-cert host.pem --tls-key host.key --tokens tokens.txt",
 )
+
+log = logging.getLogger("prefixd.start")
 
 TCP = "For clients on other hosts"
 HTTP = "HTTP"
@@ -88,7 +91,15 @@ def serve_command(
             help="Open them to other hosts without TLS (with it: https://HOST:PORT).",
         ),
     ] = None,
-    model: Annotated[Path | None, _option("--model", WORKER, "Also serve this Hugging Face model.", "DIR")] = None,
+    model: Annotated[
+        Path | None,
+        _option(
+            "--model",
+            WORKER,
+            "Also serve this Hugging Face model: its directory, or the name of a download.",
+            "DIR|NAME",
+        ),
+    ] = None,
     embedded: Annotated[
         bool | None,
         typer.Option(
@@ -136,8 +147,13 @@ def serve_command(
     ] = None,
     assignments: Assignments = None,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="Least severity of messages on stderr.")
-    ] = "info",
+        Literal["debug", "info", "warning", "error"] | None,
+        typer.Option(show_default=False, help="Least severity of messages on stderr; info. debug: each request, too."),
+    ] = None,
+    log_format: Annotated[
+        Literal["text", "json"] | None,
+        typer.Option(show_default=False, help="Messages on stderr: text, or a JSON object a line."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Announce readiness as one line of JSON.")] = False,
 ) -> None:
     """Run the daemon until SIGTERM or Ctrl-C.
@@ -169,6 +185,8 @@ def serve_command(
         "scheduler.policy": policy,
         "cache.eviction": eviction,
         "scheduler.look_ahead": look_ahead,
+        "server.log_level": log_level,
+        "server.log_format": log_format,
     }
 
     file = (config or find_config_file(os.environ) or Path()).absolute()
@@ -187,9 +205,8 @@ def serve_command(
         model = settings.worker.model
         require("worker", "worker.embedded = true" if model is None else f"worker.model = {model}")
     ensure_temporary_folder(settings.data_dir / "tmp")
-    handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+    log_to_stderr(settings.server.log_level, settings.server.log_format)
+    log.info("settings: %s", f"{file}, variables and flags" if file.is_file() else "variables and flags, no file")
 
     from prefixd.server.daemon import serve
 

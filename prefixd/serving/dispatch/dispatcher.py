@@ -202,7 +202,9 @@ class Dispatcher:
         """Has its worker give up a running request's frames, to run again later."""
         request.preempt()
         self._note_preempted(request)
-        log.info("request %s is preempted: the GPU tier has no frame left", request.name)
+        log.info(
+            "request %s is preempted: the GPU tier has no frame left", request.name, extra={"request_id": request.name}
+        )
         self.context.send(Cancel(request.id))
 
     def run_ended(self) -> None:

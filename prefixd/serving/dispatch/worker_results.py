@@ -163,7 +163,11 @@ class WorkerResults:
             request.record.restarts += 1
             self._put_back(request)
         elif done.not_finite and _may_run_uncached(request):
-            log.error("request %s: logits are not finite; it is computed again without the cache", request.name)
+            log.error(
+                "request %s: logits are not finite; it is computed again without the cache",
+                request.name,
+                extra={"request_id": request.name},
+            )
             request.suspects, request.uncached = request.run.suspects, True
             self._put_back(request)
         else:

@@ -16,12 +16,13 @@ from prefixd.serving.models.gpu_memory import GpuMemory
 from prefixd.serving.models.model_host import ModelHost
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.settings import Settings
+from prefixd.settings.model_folder import model_name
 
 
 class Models:
     """Starts and ends the models that the settings name.
 
-    A model's name is its directory's.
+    A model's name is its directory's, or the one by which it was downloaded.
 
     Args:
         settings: the daemon's.
@@ -126,12 +127,12 @@ def _directories(settings: Settings) -> dict[str, Path]:
         for name, other in found.items():
             if directory.samefile(other):
                 raise ConfigError(f"{setting} = {directory} is the model {other} once more; name each model once")
-            if name == directory.name:
+            if name == model_name(directory):
                 raise ConfigError(
                     f"{setting} = {directory} has the name of {other}, and requests choose a model by its directory's "
                     "name; rename one, or name a symbolic link to it"
                 )
-        found[directory.name] = directory
+        found[model_name(directory)] = directory
     return found
 
 

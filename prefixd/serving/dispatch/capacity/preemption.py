@@ -169,6 +169,7 @@ class Preemption:
         log.info(
             "request %s gave way to others: %d blocks of its own, %d without another copy, are %s",
             *(request.name, len(rows), only_here, "swapped" if swaps else "dropped"),
+            extra={"request_id": request.name},
         )
         if swaps:
             self.counters.swapped += 1

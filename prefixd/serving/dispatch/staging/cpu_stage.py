@@ -251,7 +251,12 @@ class CpuStage:
             there = await self._mover.bring(trie, rows, shared, groups, urgency=Urgency.PREFETCH, due_s=due_s)
             complete = there == len(rows)
         except SwapError as error:
-            log.error("the prefix of request %s could not be brought to the CPU tier: %s", near.request.name, error)
+            log.error(
+                "the prefix of request %s could not be brought to the CPU tier: %s",
+                near.request.name,
+                error,
+                extra={"request_id": near.request.name},
+            )
         finally:
             elapsed_s = 0.0 if mark is None else self._meter.end(mark)
             if complete and mark is not None:

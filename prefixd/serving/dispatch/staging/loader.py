@@ -152,7 +152,12 @@ class Loader:
             lacking = trie.lacking(rows, compute.level, wanted) != 0
             there = int(lacking.argmax()) if lacking.any() else len(rows)
         except SwapError as error:
-            log.error("the prefix of request %s could not be brought up: %s", request.name, error)
+            log.error(
+                "the prefix of request %s could not be brought up: %s",
+                request.name,
+                error,
+                extra={"request_id": request.name},
+            )
         finally:
             self._arrived(request, there, late)
 
@@ -166,7 +171,11 @@ class Loader:
         late, urgency = await self._bring_pieces(request, images.kv.trie, pieces, urgency, due_s, encode_s)
         if late:
             self.counters.abandoned += 1
-            log.info("the load of images for request %s fell behind: the worker embeds them", request.name)
+            log.info(
+                "the load of images for request %s fell behind: the worker embeds them",
+                request.name,
+                extra={"request_id": request.name},
+            )
             images.release_missing()
         return urgency
 
@@ -227,7 +236,12 @@ class Loader:
         elif given_up:
             self._note_end(request, "given_up", arrived_blocks=there)
             self.counters.abandoned += 1
-            log.info("the load for request %s fell behind: %d blocks are used", request.name, there)
+            log.info(
+                "the load for request %s fell behind: %d blocks are used",
+                request.name,
+                there,
+                extra={"request_id": request.name},
+            )
             self._cut(request, there)
         else:
             self._set_back(request, there)
@@ -304,7 +318,11 @@ class Loader:
                 self._unstage(request)
                 self._wake()
             elif request.state in (RequestState.RUNNING, RequestState.STARVED):
-                log.info("request %s runs again: the last layers of its prefix did not come", request.name)
+                log.info(
+                    "request %s runs again: the last layers of its prefix did not come",
+                    request.name,
+                    extra={"request_id": request.name},
+                )
                 request.run.load_failed = True
                 request.preempt()
                 self._context.send(Cancel(request.id))

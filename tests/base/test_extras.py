@@ -21,6 +21,8 @@ MODULES = {
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
     "mooncake-transfer-engine-non-cuda": "mooncake",
+    "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
     "pillow": "PIL",
     "prometheus-client": "prometheus_client",
     "pyzmq": "zmq",

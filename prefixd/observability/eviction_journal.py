@@ -87,6 +87,7 @@ class Removal:
     cause: Cause
 
 
+_FOR_ROOM = (Reason.ROOM, Reason.QUOTA)
 _UNKNOWN = Cause()
 _CAUSE: ContextVar[Cause] = ContextVar("cause", default=_UNKNOWN)
 _ACTOR: ContextVar[str] = ContextVar("actor", default="")
@@ -94,7 +95,13 @@ _ACTOR: ContextVar[str] = ContextVar("actor", default="")
 
 @contextmanager
 def because(reason: Reason, tenant: str = "") -> Iterator[None]:
-    """A context in which blocks leave for this reason; tasks that begin inside have it too."""
+    """A context in which blocks leave for this reason; tasks that begin inside have it too.
+
+    Room that is made a tier further down, so that blocks can leave this one, is made for the same tenant.
+    """
+    if reason in _FOR_ROOM and _CAUSE.get().reason in _FOR_ROOM:
+        yield
+        return
     before = _CAUSE.set(Cause(reason, tenant, _ACTOR.get()))
     try:
         yield

@@ -32,6 +32,17 @@ async def test_a_block_is_found_with_its_cause() -> None:
     assert early == one, "a removal after that time does not count"
 
 
+async def test_room_further_down_is_for_the_same_tenant() -> None:
+    journal = EvictionJournal(kept=100)
+    with because(Reason.ROOM, "b"), because(Reason.ROOM, "a"):
+        journal.enter(keys(1), 1, 10.0)
+    with because(Reason.ROOM, "b"), because(Reason.DAMAGED):
+        journal.enter(keys(2), 2, 10.0)
+    first, second = await journal.find(keys(1, 2), 100.0)
+    assert first is not None and first.cause == Cause(Reason.ROOM, "b")
+    assert second is not None and second.cause == Cause(Reason.DAMAGED)
+
+
 async def test_a_task_has_the_cause_of_where_it_began() -> None:
     journal = EvictionJournal(kept=100)
 

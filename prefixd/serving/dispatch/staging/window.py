@@ -209,9 +209,9 @@ class DispatchWindow:
     def _note_wait(self, current: _Round, request: Request, *, demanded: bool, must_wait: bool) -> None:
         """Notes in a request's record why it is not handed over now, if it is not."""
         reason = Wait.LOAD
-        if must_wait:
+        if must_wait and current.running.has_room_for(request):
             reason = Wait.TENANT
-        elif current.full or not demanded:
+        elif must_wait or current.full or not demanded:
             reason = Wait.PLACES
         request.record.wait_for(reason, self._context.clock())
 

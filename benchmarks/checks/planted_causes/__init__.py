@@ -1,0 +1,1 @@
+"""Causes of late first tokens, planted for `benchmarks.checks.why`."""

@@ -178,6 +178,11 @@ def _jenga(r: Figures) -> str:
     )
 
 
+def _why(r: Figures) -> str:
+    kinds = len(r["kinds"])
+    return f"{r['planted']} causes of late first tokens of {kinds} kinds planted: `prefixd why` names {r['named']}"
+
+
 def _papers(r: Figures) -> str:
     return f"{len(r['rows'])} figures of the papers measured on a CPU: [papers](papers.md) compares them"
 
@@ -197,6 +202,7 @@ SERVING: Mapping[str, Sentence] = {
     "resize.json": _resize,
     "breathe.json": _breathe,
     "jenga.json": _jenga,
+    "why.json": _why,
     "papers.json": _papers,
 }
 """By name of the file, in the order of the page."""

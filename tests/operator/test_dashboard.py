@@ -89,7 +89,7 @@ def test_variables_have_values(prometheus: Prometheus) -> None:
     tenants = prometheus.ask("series", **{"match[]": "prefixd_traffic_asked_tokens_total"})
     assert {(each["tenant"], each["model"]) for each in tenants} == {
         ("default", "engine-model"),
-        ("default", "embedded-v1"),
+        ("default", "embedded-v2"),
     }
 
 

@@ -385,7 +385,7 @@ def _disk_assumptions(plans: Sequence[TracePlan]) -> list[str]:
 
 
 def _same_model(served: str | None, planned: str) -> bool:
-    """True if a daemon serves the planned model. It names a model by its directory: "Llama-3.2-1B", "embedded-v1"."""
+    """True if a daemon serves the planned model. It names a model by its directory: "Llama-3.2-1B", "embedded-v2"."""
     if served is None:
         return False
     if planned == "embedded":

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
 
-VERSION = 1  # part of the directory's name: change it with anything below that changes the files
+VERSION = 2  # part of the directory's name: change it with anything below that changes the files
 VOCAB_SIZE = 272  # 256 bytes, 3 special tokens, padded to a multiple of 16
 BOS, EOS, PAD = 256, 257, 258
 MAX_TOKENS = 8192
 _SEED = 20250
 _PRINTABLE = range(0x20, 0x7F)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def ensure_embedded_model(cache_directory: Path) -> Path:
@@ -118,6 +122,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         pad_token="<pad>",
         model_max_length=MAX_TOKENS,
+        chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 

@@ -194,7 +194,7 @@ def test_what_is_assumed_names_what_does_not_fit_together(cli: Cli, trace: Path,
     assert "those of another, NOT of llama-3.1-8b" in done.stdout and "the disk stays empty" in done.stdout
     assert "1 ms a pass, 10 us a token of a prompt, 2,500 us a token decoded" in done.stdout
     # A daemon calls a model by its directory's name.
-    for served, name in (("Llama-3.1-8B", "llama-3.1-8b"), ("embedded-v1", "embedded")):
+    for served, name in (("Llama-3.1-8B", "llama-3.1-8b"), ("embedded-v2", "embedded")):
         (tmp_path / "here.json").write_text(replace(measured, model=served).to_json())
         done = cli("plan", "--trace", str(trace), "--model", name, "--gpu", "2GiB", *words)
         assert done.exit_code == 0 and f"measured, {served} on here" in done.stdout and "NOT of" not in done.stdout

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefixd.server.daemon import Endpoints
 
 EXAMPLES = examples(
-    "prefixd serve --embedded",
+    "prefixd serve --embedded --http 127.0.0.1:8000",
     "prefixd serve --model meta-llama/Llama-3.2-1B --gpu-bytes 8GiB --cpu-bytes 32GiB --disk-bytes 200GiB",
     "prefixd serve --cpu-bytes 64GiB --log-level debug --log-format json",
     "prefixd serve --cpu-bytes 64GiB --tcp 0.0.0.0:7070 --tls-cert host.pem --tls-key host.key --tokens tokens.txt",

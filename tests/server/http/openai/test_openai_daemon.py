@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -75,3 +78,18 @@ async def test_a_client_that_leaves_ends_its_request(model_daemon: Remote, strea
         await asyncio.gather(asked, return_exceptions=True)
     await asyncio.to_thread(model_daemon.settled)
     assert model_daemon.stats().scheduler.finished_requests == finished + 3
+
+
+def test_the_example_finds_its_turns_in_the_cache(
+    model_daemon: Remote, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("openai_chat", Path(__file__).parents[4] / "examples/openai_chat.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert example.main(["--url", f"{model_daemon.daemon.http}/v1"]) == 0
+    cached = [int(found) for found in re.findall(r"(\d+) of them cached", capsys.readouterr().out)]
+    assert len(cached) == 3 and cached[0] < cached[1] < cached[2]
+    monkeypatch.setattr(openai._base_client, "DEFAULT_MAX_RETRIES", 0)
+    assert example.main(["--url", "http://127.0.0.1:1/v1"]) == 1
+    assert capsys.readouterr().err.startswith("http://127.0.0.1:1/v1 does not answer")

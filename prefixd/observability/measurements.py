@@ -20,7 +20,8 @@ class Timings:
 
     def __init__(self) -> None:
         self.first_token_s = Histogram(bounds(0.01, 100.0), _WHO)
-        self.between_tokens_s = Histogram(bounds(0.001, 2.5), _WHO)
+        self.between_tokens_s = Histogram(bounds(0.001, 10.0), ("model",))
+        self.per_token_s = Histogram(bounds(0.001, 2.5), _WHO)
         self.queue_s = Histogram(bounds(0.001, 250.0), _WHO)
         self.lookup_s = Histogram(bounds(0.0001, 2.5), _WHO)
         self.load_s = Histogram(bounds(0.0005, 25.0), ("tier", "urgency"))
@@ -71,8 +72,8 @@ class Measurements:
             timings.queue_s.observe(record.queue_s, *who, trace_id=trace_id)
         if record.ttft_s is not None:
             timings.first_token_s.observe(record.ttft_s, *who, trace_id=trace_id)
-        if (between_s := _between_tokens_s(record)) is not None:
-            timings.between_tokens_s.observe(between_s, *who, trace_id=trace_id)
+        if (token_s := _per_token_s(record)) is not None:
+            timings.per_token_s.observe(token_s, *who, trace_id=trace_id)
         for stage in record.stages:
             ahead = stage.name is StageName.LOAD and stage.attributes.get("urgency") == "prefetch"
             complete = stage.attributes.get("outcome") == "complete"
@@ -80,7 +81,7 @@ class Measurements:
                 timings.prefetch_lead_s.observe(max(record.handed_over_s - stage.end_s, 0.0), Tier.GPU.label)
 
 
-def _between_tokens_s(record: RequestRecord) -> float | None:
+def _per_token_s(record: RequestRecord) -> float | None:
     """Mean seconds between two tokens of a sequence of the request; None with fewer than two tokens a sequence."""
     tokens = record.output_tokens / record.sequences
     if record.first_token_s is None or record.ended_s is None or tokens < 2:

@@ -112,7 +112,7 @@ class Exemplar(_message.Message):
     def __init__(self, bucket: _Optional[int] = ..., value: _Optional[float] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("first_token_s", "between_tokens_s", "queue_s", "lookup_s", "load_s", "save_s", "prefetch_lead_s", "lease_s")
+    __slots__ = ("first_token_s", "between_tokens_s", "queue_s", "lookup_s", "load_s", "save_s", "prefetch_lead_s", "per_token_s", "lease_s")
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     BETWEEN_TOKENS_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class Timings(_message.Message):
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     SAVE_S_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_LEAD_S_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     first_token_s: Histogram
     between_tokens_s: Histogram
@@ -128,8 +129,9 @@ class Timings(_message.Message):
     load_s: Histogram
     save_s: Histogram
     prefetch_lead_s: Histogram
+    per_token_s: Histogram
     lease_s: Histogram
-    def __init__(self, first_token_s: _Optional[_Union[Histogram, _Mapping]] = ..., between_tokens_s: _Optional[_Union[Histogram, _Mapping]] = ..., queue_s: _Optional[_Union[Histogram, _Mapping]] = ..., lookup_s: _Optional[_Union[Histogram, _Mapping]] = ..., load_s: _Optional[_Union[Histogram, _Mapping]] = ..., save_s: _Optional[_Union[Histogram, _Mapping]] = ..., prefetch_lead_s: _Optional[_Union[Histogram, _Mapping]] = ..., lease_s: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+    def __init__(self, first_token_s: _Optional[_Union[Histogram, _Mapping]] = ..., between_tokens_s: _Optional[_Union[Histogram, _Mapping]] = ..., queue_s: _Optional[_Union[Histogram, _Mapping]] = ..., lookup_s: _Optional[_Union[Histogram, _Mapping]] = ..., load_s: _Optional[_Union[Histogram, _Mapping]] = ..., save_s: _Optional[_Union[Histogram, _Mapping]] = ..., prefetch_lead_s: _Optional[_Union[Histogram, _Mapping]] = ..., per_token_s: _Optional[_Union[Histogram, _Mapping]] = ..., lease_s: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class TrafficStats(_message.Message):
     __slots__ = ("requests", "generated_tokens", "asked_tokens", "hit_tokens", "stored_bytes")

@@ -21,7 +21,7 @@ def test_a_request_counts_once_when_it_has_ended() -> None:
     timings, traffic, who = measurements.timings, measurements.traffic, ("blue", "qwen")
     assert dict(traffic.requests) == {(*who, "stop"): 1}
     assert dict(traffic.generated_tokens) == {who: 11}
-    for histogram, value in ((timings.first_token_s, 5.0), (timings.queue_s, 4.0), (timings.between_tokens_s, 0.5)):
+    for histogram, value in ((timings.first_token_s, 5.0), (timings.queue_s, 4.0), (timings.per_token_s, 0.5)):
         ((labels, series),) = histogram
         assert (labels, series.total, sum(series.counts)) == (who, value, 1)
         assert list(series.exemplars.values()) == [(value, "a" * 32)]
@@ -43,5 +43,5 @@ def test_what_did_not_happen_is_not_measured() -> None:
         ("blue", "(unknown)", "refused"): 1,
         ("blue", "qwen", "length"): 1,
     }
-    assert not list(measurements.timings.between_tokens_s)
+    assert not list(measurements.timings.per_token_s)
     assert sum(measurements.timings.first_token_s.counts) == 1

@@ -67,6 +67,7 @@ class WorkerResults:
         self._concurrency = concurrency
         self._supply = supply
         self._endings = endings
+        self._stepped_s = context.clock()
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -78,11 +79,21 @@ class WorkerResults:
         self._counters.proposed_tokens += step.proposed_tokens
         self._counters.accepted_tokens += step.accepted_tokens
         self._charge_searches(step)
+        continued, model = 0, ""
         for update in step.updates:
             request = self._requests.running.get(update.id)
-            if request is not None:
-                self._update(request, update)
+            if request is not None and self._update(request, update):
+                continued, model = continued + 1, request.record.model
+        self._note_time_between_tokens(continued, model)
         self._requests.wake()
+
+    def _note_time_between_tokens(self, requests: int, model: str) -> None:
+        """Measures the time since the step before, which brought the same requests tokens: once a step, not a token."""
+        now_s, before_s = self._context.clock(), self._stepped_s
+        self._stepped_s = now_s
+        if requests:
+            timings = self._context.cache.measurements.timings
+            timings.between_tokens_s.observe(now_s - before_s, model, times=requests)
 
     def _charge_searches(self, step: Step) -> None:
         """Charges beam searches, which report no token before their end; observes the time of a prefill pass."""
@@ -118,13 +129,17 @@ class WorkerResults:
                 found += [kv.blocks[digest] for digest in {kv.digests[image] for image in update.images}]
         return len(found), sum(found)
 
-    def _update(self, request: Request, update: Update) -> None:
+    def _update(self, request: Request, update: Update) -> bool:
+        """Passes on what a step has brought a request; returns whether it has brought tokens that are not its first."""
+        continued = False
         if update.tokens:
             self._requests.queue.charge(request.queued.tenant, len(update.tokens))
             self._refuse_suspects(request)
             request.append(np.array(update.tokens, "<u4").tobytes())
             if request.phase is not None and request.phase.name is StageName.PREFILL:
                 self._first_token_of_run(request)
+            else:
+                continued = True
             if request.on_worker:
                 request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
         filled_tokens = update.filled_blocks * request.trie.block_tokens
@@ -134,6 +149,7 @@ class WorkerResults:
         run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
         self._recorder.record_step(request, run, update.filled_blocks, update.kept, update.images)
         self._supply.note_need(request)
+        return continued
 
     def _first_token_of_run(self, request: Request) -> None:
         now_s, record = self._context.clock(), request.record

@@ -343,3 +343,14 @@ async def test_many_requests_in_little_memory(make_bench: MakeBench, events: Eve
         assert events(request) == (expected(prompt, count), "length")
     assert bench.cache.tiers.counters[bench.cache.tiers.compute.level].evicted > 0
     assert sum(bench.cache.counters.hit_tokens) > 0
+
+
+async def test_the_time_between_tokens_is_measured_once_a_step_and_not_for_first_tokens(make_bench: MakeBench) -> None:
+    bench = await make_bench(32)
+    between_s = bench.cache.measurements.timings.between_tokens_s
+    first, second = bench.submit(COLD, max_tokens=6), bench.submit(COLD[:9], max_tokens=3)
+    await bench.finish(first)
+    await bench.finish(second)
+    assert sum(between_s.counts) == 5 + 2
+    await bench.finish(bench.submit(COLD[:5], max_tokens=1))
+    assert sum(between_s.counts) == 5 + 2

@@ -149,6 +149,7 @@ class TieredCache:
             *(self.mover, self._durability, self.leases, self.retained, self.trie, options.reserved_bytes),
             *(self.write_back.admit, stored, self.measurements.traffic, self.computing, self.prompts.tell_stored),
         )
+        self.warm = self._prefetches.bring
         self.acquire, self.offsets = self._leasing.acquire, self._leasing.offsets
         self.reserve, self.commit = self._reservations.reserve, self._reservations.commit
         self.quarantine = self._reservations.quarantine

@@ -22,6 +22,7 @@ from prefixd.cli.commands import (
     tier,
     top,
     verify,
+    warm,
     what_if,
     why,
 )
@@ -67,6 +68,7 @@ app.add_typer(config.app, name="config", rich_help_panel="Look")
 app.add_typer(record_trace.app, name="trace", rich_help_panel="Look")
 app.add_typer(tenants.app, name="tenants", rich_help_panel="Change")
 app.add_typer(tier.app, name="tier", rich_help_panel="Change")
+app.add_typer(warm.app, name="warm", rich_help_panel="Change")
 
 
 def _print_version(wanted: bool) -> None:

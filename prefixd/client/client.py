@@ -361,6 +361,30 @@ class AsyncClient:
         page: admin_pb2.InspectResponse = await self._admin("Inspect", request)
         return page
 
+    async def warm(
+        self,
+        *,
+        key: str = "",
+        tokens: TokenIds | None = None,
+        namespace_id: bytes = b"",
+        namespace: cache_pb2.Namespace | None = None,
+        tenant: str = "",
+        timeout_s: float = 600.0,
+    ) -> admin_pb2.WarmResponse:
+        """Brings a cached prefix to CPU memory ahead of need, from disk or the shared store; returns when it is there.
+
+        The prefix is named by its `key`, or it is the prompt `tokens` in a namespace. Where the daemon does not know
+        the namespace yet, it is registered as `namespace` describes it, for `tenant`. Raises `NotFoundError` for an
+        unknown key or namespace.
+        """
+        request = admin_pb2.WarmRequest(namespace_id=namespace_id, namespace=namespace, tenant=tenant)
+        if tokens is None:
+            request.key = key
+        else:
+            request.token_ids = token_bytes(tokens)
+        warmed: admin_pb2.WarmResponse = await self._admin("Warm", request, timeout_s)
+        return warmed
+
     async def pin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.PinResponse:
         """Keeps a prefix in the cache until `unpin`; returns once its blocks are on disk. Raises `NotFoundError`.
 

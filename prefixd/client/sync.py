@@ -618,6 +618,33 @@ class Client(Blocking[AsyncClient]):
         """
         return self._portal.run(self._inner.inspect(key, text=text))
 
+    def warm(
+        self,
+        *,
+        key: str = "",
+        tokens: TokenIds | None = None,
+        namespace_id: bytes = b"",
+        namespace: cache_pb2.Namespace | None = None,
+        tenant: str = "",
+        timeout_s: float = 600.0,
+    ) -> admin_pb2.WarmResponse:
+        """Brings a cached prefix to CPU memory ahead of need, from disk or the shared store; returns when it is there.
+
+        The prefix is named by its `key`, or it is the prompt `tokens` in a namespace. Where the daemon does not know
+        the namespace yet, it is registered as `namespace` describes it, for `tenant`. Raises `NotFoundError` for an
+        unknown key or namespace.
+        """
+        return self._portal.run(
+            self._inner.warm(
+                key=key,
+                tokens=tokens,
+                namespace_id=namespace_id,
+                namespace=namespace,
+                tenant=tenant,
+                timeout_s=timeout_s,
+            )
+        )
+
     def pin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.PinResponse:
         """Keeps a prefix in the cache until `unpin`; returns once its blocks are on disk. Raises `NotFoundError`.
 

@@ -1133,6 +1133,32 @@ class ListPrefixesResponse(_message.Message):
     pinned_bytes: int
     def __init__(self, prefixes: _Optional[_Iterable[_Union[PrefixInfo, _Mapping]]] = ..., total: _Optional[int] = ..., next_page_token: _Optional[bytes] = ..., pinned_blocks: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
+class WarmRequest(_message.Message):
+    __slots__ = ("key", "token_ids", "namespace_id", "namespace", "tenant")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    token_ids: bytes
+    namespace_id: bytes
+    namespace: _cache_pb2.Namespace
+    tenant: str
+    def __init__(self, key: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class WarmResponse(_message.Message):
+    __slots__ = ("blocks", "found", "brought", "left")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    found: _containers.RepeatedCompositeFieldContainer[_cache_pb2.TierRun]
+    brought: int
+    left: int
+    def __init__(self, blocks: _Optional[int] = ..., found: _Optional[_Iterable[_Union[_cache_pb2.TierRun, _Mapping]]] = ..., brought: _Optional[int] = ..., left: _Optional[int] = ...) -> None: ...
+
 class InspectRequest(_message.Message):
     __slots__ = ("key", "first_block", "limit", "text")
     KEY_FIELD_NUMBER: _ClassVar[int]

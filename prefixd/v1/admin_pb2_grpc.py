@@ -44,6 +44,11 @@ class AdminStub(object):
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.ListPrefixesRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.ListPrefixesResponse.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/prefixd.v1.Admin/Warm',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.WarmResponse.FromString,
+                _registered_method=True)
         self.FindPrefix = channel.unary_unary(
                 '/prefixd.v1.Admin/FindPrefix',
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.FindPrefixRequest.SerializeToString,
@@ -139,6 +144,16 @@ class AdminServicer(object):
         """Prefixes, most recently used first unless another order is asked for: each is named by its last block that some tier
         has. A page at a time; a prefix whose place in the order changes between two pages may be missing from both or be in
         both.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Warm(self, request, context):
+        """Brings a prefix to CPU memory ahead of need, from disk or from the shared store, as urgently as a prefetch: calls that wait
+        for blocks go first, and end it where they need its room. Returns when what is cached has come, or no more may
+        (transfers.prefetch_bytes). It counts as a use. `prefixd warm load` calls it, one prefix at a time. NOT_FOUND: the daemon
+        does not know the namespace, and it is a worker's or has a salt, or the tenant is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -290,6 +305,11 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.ListPrefixesRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.ListPrefixesResponse.SerializeToString,
             ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.WarmRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.WarmResponse.SerializeToString,
+            ),
             'FindPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.FindPrefix,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.FindPrefixRequest.FromString,
@@ -425,6 +445,33 @@ class Admin(object):
             '/prefixd.v1.Admin/ListPrefixes',
             prefixd_dot_v1_dot_admin__pb2.ListPrefixesRequest.SerializeToString,
             prefixd_dot_v1_dot_admin__pb2.ListPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Warm',
+            prefixd_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.WarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

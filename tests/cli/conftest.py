@@ -144,6 +144,17 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         )
         return admin_pb2.ListPrefixesResponse(prefixes=[prefix], total=7, pinned_blocks=32, pinned_bytes=8 << 20)
 
+    def Warm(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.WarmResponse:
+        self._note(request, context)
+        if request.key.endswith("/dead"):
+            context.set_trailing_metadata((("prefixd-answered", "yes"),))
+            context.abort(grpc.StatusCode.NOT_FOUND, "no prefix has the key dead")
+        found = [
+            cache_pb2.TierRun(tier=cache_pb2.TIER_CPU, blocks=1),
+            cache_pb2.TierRun(tier=cache_pb2.TIER_REMOTE, blocks=2),
+        ]
+        return admin_pb2.WarmResponse(blocks=4, found=found, brought=1, left=1)
+
     def Inspect(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.InspectResponse:
         self._note(request, context)
         block = admin_pb2.BlockInfo(

@@ -125,6 +125,20 @@ def test_a_prompt_is_looked_up_as_text_and_its_hits_are_counted(serving: object,
     assert unknown.returncode == 1 and "nothing of the prompt's" in unknown.stderr
 
 
+def test_a_cold_daemon_is_warmed_up_from_a_file(serving: object, prefixd: Prefixd, tmp_path: Path) -> None:
+    text = "It was the best of times, it was the worst of times. " * 2
+    assert prefixd("generate", text, "--max-tokens", "2").returncode == 0
+    file = str(tmp_path / "warm.jsonl")
+    assert answer(prefixd("warm", "record", file, "--tokens", "--limit", "1", "--json"))["prefixes"] == 1
+    warm = answer(prefixd("warm", "load", file, "--json"))
+    assert warm["missing_tokens"] == warm["computed_tokens"] == 0 and sum(warm["found_tokens"].values()) >= 96
+    assert answer(prefixd("evict", "--all", "--yes", "--json"))["kept_blocks"] == 0
+    assert answer(prefixd("warm", "load", file, "--no-compute", "--json"))["missing_tokens"] >= 96
+    computed = answer(prefixd("warm", "load", file, "--json"))
+    assert computed["computed_tokens"] >= 96 and not computed["failed"]
+    assert answer(prefixd("warm", "load", file, "--json"))["computed_tokens"] <= 16, "all but the last block"
+
+
 def test_a_drained_daemon_takes_work_again(serving: object, prefixd: Prefixd) -> None:
     assert prefixd("drain").returncode == 0
     refused = prefixd("generate", PROMPT)

@@ -43,7 +43,7 @@ class Prefetches:
     def __init__(self, mover: Mover, limit_bytes: int | None) -> None:
         self._mover = mover
         self._limit_bytes = mover.tiers.shared.capacity_bytes // 2 if limit_bytes is None else limit_bytes
-        self._under_way: dict[Tenant, dict[str, set[asyncio.Task[None]]]] = {}  # by tenant and session
+        self._under_way: dict[Tenant, dict[str, set[asyncio.Task[None]]]] = {}  # by tenant and owner
         self._turns: dict[Tenant, PacedLine] = {}
         self._bytes_of: Counter[Tenant] = Counter()  # being brought
 
@@ -52,24 +52,40 @@ class Prefetches:
 
         Returns how many blocks are being brought; `brought` is called when they have been.
         """
+        return self._begin(session.tenant, session.id, f"prefetch of session {session.id[:8]}", trie, path, brought)[0]
+
+    async def bring(self, tenant: Tenant, owner: str, trie: Trie, path: Rows) -> None:
+        """As `begin`, for a caller without a session; returns when they have been brought, or when somebody who needs
+        the room has ended it."""
+        _, task = self._begin(tenant, owner, owner, trie, path, lambda: None)
+        if task is None:
+            return
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    def _begin(
+        self, tenant: Tenant, owner: str, hold: str, trie: Trie, path: Rows, brought: Callable[[], None]
+    ) -> tuple[int, asyncio.Task[None] | None]:
         shared, block_bytes = self._mover.tiers.shared, sum(map(round_to_slot, trie.part_bytes))
         if not self._mover.tiers.exists(shared):
-            return 0
-        most = max(0, self._limit_bytes - self._bytes_of[session.tenant]) // block_bytes
+            return 0, None
+        most = max(0, self._limit_bytes - self._bytes_of[tenant]) // block_bytes
         lacking = np.flatnonzero(trie.lacking(path, shared.level, trie.needed(len(path))))
         if len(lacking) > most:
             path = trie.usable(path[: lacking[most]])
             lacking = np.flatnonzero(trie.lacking(path, shared.level, trie.needed(len(path))))
         if not len(lacking):
-            return 0
-        owner, reader = f"prefetch of session {session.id[:8]}", Reader(trie, path, 0, len(path))
-        beginning = Beginning(self._mover, owner, reader, set())
-        task = self._mover.spawn(beginning.bring(partial(self._bring, session.tenant)))
+            return 0, None
+        beginning = Beginning(self._mover, hold, Reader(trie, path, 0, len(path)), set())
+        task = self._mover.spawn(beginning.bring(partial(self._bring, tenant)))
         nbytes = len(lacking) * block_bytes
-        self._under_way.setdefault(session.tenant, {}).setdefault(session.id, set()).add(task)
-        self._bytes_of[session.tenant] += nbytes
-        task.add_done_callback(lambda task: self._ended(session, beginning, task, nbytes, brought))
-        return len(lacking)
+        self._under_way.setdefault(tenant, {}).setdefault(owner, set()).add(task)
+        self._bytes_of[tenant] += nbytes
+        task.add_done_callback(lambda task: self._ended(tenant, owner, beginning, task, nbytes, brought))
+        return len(lacking), task
 
     async def _bring(self, tenant: Tenant, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask | None) -> int:
         """As `Mover.bring`; if there are several tenants, in turns with the tenant's other prefetches."""
@@ -108,18 +124,19 @@ class Prefetches:
 
     def _ended(
         self,
-        session: Session,
+        tenant: Tenant,
+        owner: str,
         beginning: Beginning,
         task: asyncio.Task[None],
         nbytes: int,
         brought: Callable[[], None],
     ) -> None:
         beginning.hold.end()
-        self._bytes_of[session.tenant] -= nbytes
-        of_tenant = self._under_way[session.tenant]
-        of_tenant[session.id].remove(task)
-        if not of_tenant[session.id]:
-            del of_tenant[session.id]
+        self._bytes_of[tenant] -= nbytes
+        of_tenant = self._under_way[tenant]
+        of_tenant[owner].remove(task)
+        if not of_tenant[owner]:
+            del of_tenant[owner]
         if task.cancelled():
             return
         if (error := task.exception()) is not None:

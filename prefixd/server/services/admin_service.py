@@ -26,6 +26,7 @@ from prefixd.server.services.prefix_keys import find_prefix
 from prefixd.server.services.prefix_pages import list_prefixes
 from prefixd.server.services.prompt_lookup import PromptLookup
 from prefixd.server.services.trace_recording import TraceRecording
+from prefixd.server.services.warm_answers import WarmAnswers
 from prefixd.server.services.why_answers import WhyAnswers
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
@@ -76,6 +77,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._prompts = prompts
         self._tier_resize = tier_resize
         self._recording = TraceRecording(cache)
+        self._warming = WarmAnswers(cache)
 
     @unary
     async def Stats(self, request: pb.StatsRequest) -> pb.StatsResponse:
@@ -99,6 +101,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def FindPrefix(self, request: pb.FindPrefixRequest) -> pb.FindPrefixResponse:
         """Finds the longest cached prefix of a prompt."""
         return await self._prompts.find(request)
+
+    @unary
+    async def Warm(self, request: pb.WarmRequest) -> pb.WarmResponse:
+        """Brings a prefix to CPU memory."""
+        return await self._warming.warm(request)
 
     @unary
     async def Pin(self, request: pb.PinRequest) -> pb.PinResponse:

@@ -110,7 +110,7 @@ class MatchAnswers:
             cache.count_lookup(session, namespace, chain, path)
         trie = cache.trie(namespace)
         estimate = self._estimates.estimate(trie, path, 0, chain.tokens, prefill)
-        response = pb.MatchResponse(blocks=len(path), runs=await _tier_runs(trie, path), estimate=estimate)
+        response = pb.MatchResponse(blocks=len(path), runs=await tier_runs(trie, path), estimate=estimate)
         await self.add_claim(response, session, namespace, chain, len(path))
         return response
 
@@ -125,7 +125,7 @@ def _message(other: ClaimedByOther) -> pb.ClaimedByOther:
     )
 
 
-async def _tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
+async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
     """Returns the present tiers of the blocks of a usable prefix, run-length encoded."""
     tiers = trie.distances(path)
     starts = np.flatnonzero(np.diff(tiers, prepend=-1))

@@ -107,6 +107,18 @@ def _wheels(r: Figures) -> str:
     return f"The wheel has {mib(r['wheel_bytes'])}; a fresh environment takes {sizes}"
 
 
+def _what_if(r: Figures) -> str:
+    worst = ", ".join(f"{each['worst_error_points']:.1f} with {each['policy']}" for each in r["policies"])
+    asking, storing = r["cost"]["lookups"], r["cost"]["stores"]
+    return (
+        f"`prefixd what-if` beside full replays of {r['trace']}, at {r['sizes']} sizes from a quarter to eight times: "
+        f"{r['worst_error_points']:.1f} points off at most ({worst}). At full load it takes {asking['share']:.2%} of "
+        f"the event loop's time beside look-ups, leaving {asking['skipped_prompts']:,} of {asking['prompts']:,} out, "
+        f"and {storing['share']:.2%} beside stores, leaving {storing['skipped_prompts']:,} of "
+        f"{storing['prompts']:,} out"
+    )
+
+
 CACHE: Mapping[str, Sentence] = {
     "match.json": _match,
     "shared_memory.json": _shared_memory,
@@ -120,5 +132,6 @@ CACHE: Mapping[str, Sentence] = {
     "salts.json": _salts,
     "remote.json": _remote,
     "wheels.json": _wheels,
+    "what_if.json": _what_if,
 }
 """By name of the file, in the order of the page."""

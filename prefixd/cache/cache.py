@@ -35,7 +35,7 @@ from prefixd.cache.options import CacheOptions
 from prefixd.cache.placement.paths import find_path
 from prefixd.cache.placement.recording import Recording
 from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
-from prefixd.cache.prompt_listeners import PromptListeners
+from prefixd.cache.prompt_listeners import Lookup, PromptListeners
 from prefixd.cache.registration import Registration
 from prefixd.cache.sessions.claims import ComputeClaims
 from prefixd.cache.sessions.durability import Durability
@@ -255,7 +255,7 @@ class TieredCache:
         """
         trie = self.trie(namespace)
         self.counters.ask(namespace.spec.who, len(chain) * trie.block_tokens)
-        self.prompts.tell_looked_up(namespace, chain, len(chain), len(rows))
+        self.prompts.tell_looked_up(namespace, chain, Lookup(len(chain) * trie.block_tokens, len(chain), len(rows)))
         tiers = self._leasing.tiers_at_arrival(session, namespace, trie, chain, rows)
         self.counters.find(namespace.spec.who, tiers, trie.block_tokens)
 

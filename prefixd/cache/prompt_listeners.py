@@ -6,12 +6,31 @@ Listeners are called on the event loop, in the middle of a call, and only note w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.namespaces import Namespace
 
-Asked = Callable[[Namespace, BlockChain, int, int], None]
-"""(namespace, chain, blocks, found): a prompt was asked for; the first `found` of `blocks` blocks are cached."""
+
+@dataclass(slots=True)
+class Lookup:
+    """What was asked for of a prompt, as the hit rates count it.
+
+    Attributes:
+        tokens: that were asked for.
+        blocks: the full blocks up to their end, from the prompt's first on.
+        found: how many of these are cached.
+        first_block: the first block that was asked for; the engine has those before it.
+    """
+
+    tokens: int
+    blocks: int
+    found: int
+    first_block: int = 0
+
+
+Asked = Callable[[Namespace, BlockChain, Lookup], None]
+"""(namespace, chain, lookup): a prompt was asked for."""
 Stored = Callable[[Namespace, BlockChain], None]
 """(namespace, chain): its blocks are being stored, the generated ones included."""
 Answered = Callable[[Namespace, BlockChain, int, int, float], None]
@@ -30,16 +49,16 @@ class PromptListeners:
         self.token_s: float | None = None
         """Seconds that an engine takes to compute a token of a prompt, as it said last."""
 
-    def tell_looked_up(self, namespace: Namespace, chain: BlockChain, blocks: int, found: int) -> None:
+    def tell_looked_up(self, namespace: Namespace, chain: BlockChain, lookup: Lookup) -> None:
         """An engine looked up a prompt."""
         for listener in self.looked_up:
-            listener(namespace, chain, blocks, found)
-        self.tell_asked(namespace, chain, blocks, found)
+            listener(namespace, chain, lookup)
+        self.tell_asked(namespace, chain, lookup)
 
-    def tell_asked(self, namespace: Namespace, chain: BlockChain, blocks: int, found: int) -> None:
+    def tell_asked(self, namespace: Namespace, chain: BlockChain, lookup: Lookup) -> None:
         """A prompt was asked for, for the first time."""
         for listener in self.asked:
-            listener(namespace, chain, blocks, found)
+            listener(namespace, chain, lookup)
 
     def tell_stored(self, namespace: Namespace, chain: BlockChain) -> None:
         """Blocks of a prompt, or of a prompt and its answer, are being stored."""

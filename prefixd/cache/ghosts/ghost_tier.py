@@ -20,12 +20,14 @@ from prefixd.cache.ghosts.lru_stack import LruStack, Numbers
 from prefixd.cache.ghosts.miniature import Miniature
 from prefixd.cache.ghosts.prefix_hashes import Hashes
 from prefixd.cache.ghosts.tallies import GROUPS, SampleFound, Tally
+from prefixd.cache.prompt_listeners import Lookup
 from prefixd_swap import create_eviction_policy
 
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Sizes of a tier whose hit rates are estimated, as multiples of its size."""
 NOW = FACTORS.index(1.0)
 _LRU = "lru"
+_GROUP_BITS = np.uint64(32)  # the upper ones tell what is in the sample, the lower ones are weak
 _AT_ONCE = 256  # sampled blocks of a prompt: half a millisecond in each miniature
 _MOST_TENANTS = 64
 _ALL = 1 << 64
@@ -44,17 +46,15 @@ class Prompt:
     Attributes:
         at_s: when.
         tenant: whose.
-        blocks: how many.
         block_tokens, block_bytes: sizes of a block.
-        found: how many of them, from the first on, the daemon's cache found; None: they were stored, not asked for.
+        lookup: what was asked for, and what the daemon's cache found of it; None: the blocks were stored.
     """
 
     at_s: float
     tenant: str
-    blocks: int
     block_tokens: int
     block_bytes: int
-    found: int | None
+    lookup: Lookup | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,12 @@ class GhostTier:
                 if len(path) > _AT_ONCE:
                     yield
                 by_policy[: self._found(miniature, path, float(totals[NOW]), prompt.at_s), at] = True
-        if prompt.found is None:
+        if (lookup := prompt.lookup) is None:
             return
-        groups = hashes[places].astype(np.int64) & (GROUPS - 1)
-        sample = SampleFound(prompt.blocks, prompt.found, groups, places < prompt.found)
+        counted = places >= lookup.first_block
+        places, by_size, by_policy = places[counted], by_size[counted], by_policy[counted]
+        groups = (hashes[places] >> _GROUP_BITS).astype(np.int64) & (GROUPS - 1)
+        sample = SampleFound(lookup.tokens, max(0, lookup.found - lookup.first_block), groups, places < lookup.found)
         weight = prompt.block_tokens / rate
         for tally in (self.all, self._tally(prompt.tenant)):
             tally.add(sample, by_size, prompt.block_tokens, weight)

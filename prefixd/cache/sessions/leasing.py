@@ -17,7 +17,7 @@ from prefixd.cache.moving.beginnings import Beginning, Reader
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
-from prefixd.cache.prompt_listeners import PromptListeners
+from prefixd.cache.prompt_listeners import Lookup, PromptListeners
 from prefixd.cache.sessions.sessions import Lease, LeaseTable, Session
 from prefixd.observability.measurements import Traffic
 
@@ -175,7 +175,8 @@ class Leasing:
         path = await self._match(namespace, chain, asked.prefix_blocks or end)
         if asked.counted and asked.found is None:
             self._counters.ask(namespace.spec.who, max(end - first, 0) * trie.block_tokens)
-            self._prompts.tell_looked_up(namespace, chain, end, min(len(path), end))
+            lookup = Lookup(max(end - first, 0) * trie.block_tokens, end, min(len(path), end), first)
+            self._prompts.tell_looked_up(namespace, chain, lookup)
         if trie.has_rules and len(path) < asked.prefix_blocks:  # a shorter prefix needs other bytes
             end = first
         return Reader(trie, path, first, min(end, len(path)), slice_only=asked.prefix_blocks > 0)

@@ -10,6 +10,7 @@ from prefixd.base.tiers import Tier
 from prefixd.cache import BlockChain, Namespace, Session, TieredCache, Trie
 from prefixd.cache.cache import MAX_BLOCKS
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.prompt_listeners import Lookup
 from prefixd.cache.sessions.claims import ClaimedByOther
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.v1 import cache_pb2 as pb
@@ -105,7 +106,8 @@ class MatchAnswers:
         path = await cache.match(namespace, chain)
         if asked:
             cache.counters.ask(namespace.spec.who, len(chain) * namespace.spec.block_tokens)
-            cache.prompts.tell_looked_up(namespace, chain, len(chain), len(path))
+            lookup = Lookup(len(chain) * namespace.spec.block_tokens, len(chain), len(path))
+            cache.prompts.tell_looked_up(namespace, chain, lookup)
         elif counted:
             cache.count_lookup(session, namespace, chain, path)
         trie = cache.trie(namespace)

@@ -14,6 +14,7 @@ from prefixd.base.errors import InvalidArgumentError, PreconditionError
 from prefixd.base.long_work.pacer import Pacer
 from prefixd.cache import Namespace, TieredCache
 from prefixd.cache.index.keys.block_keys import BlockChain
+from prefixd.cache.prompt_listeners import Lookup
 from prefixd.v1 import admin_pb2 as pb
 
 HASH_TOKENS = 512
@@ -112,7 +113,7 @@ class TraceRecording:
             if not left:
                 return
 
-    def _looked_up(self, namespace: Namespace, chain: BlockChain, blocks: int, found: int) -> None:
+    def _looked_up(self, namespace: Namespace, chain: BlockChain, lookup: Lookup) -> None:
         self._hear(namespace, chain, chain.tokens, 0, self._cache.clock())
 
     def _answered(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import NO_SLOT, Rows
+from prefixd.cache.prompt_listeners import Lookup
 from prefixd.observability.eviction_journal import acting
 from prefixd.observability.request_record import StageName
 from prefixd.serving.dispatch.block_recorder import Recorder
@@ -161,7 +162,9 @@ class HandOver:
         ):  # of the call's first sequence that runs; a load beside the run adds to it
             request.record.hit_tokens = found
         self._cache.prompts.tell_asked(
-            request.namespace, request.chain, request.prompt_tokens // request.trie.block_tokens, blocks
+            request.namespace,
+            request.chain,
+            Lookup(request.prompt_tokens, request.prompt_tokens // request.trie.block_tokens, blocks),
         )
         if request.images is not None:
             self._context.counters.asked_images += len(request.images.images)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prefixd.cache.ghosts.ghost_tier import FACTORS, NOW, GhostTier, Prompt, Sizes
 from prefixd.cache.ghosts.miniature import Miniature
 from prefixd.cache.ghosts.prefix_hashes import PrefixHashes
+from prefixd.cache.prompt_listeners import Lookup
 from prefixd_swap import create_eviction_policy
 
 Paths = Sequence[Sequence[int]]
@@ -27,7 +28,7 @@ def play(ghost: GhostTier, paths: Paths, sizes: Sizes, found: Iterable[int], see
     hashes = PrefixHashes(np.random.default_rng(seed).bytes(24))
     for at_s, (path, ours) in enumerate(zip(paths, found, strict=True)):
         ghost.begin(sizes, 1)
-        prompt = Prompt(2.0 * at_s, "t", len(path), 16, 1, ours)
+        prompt = Prompt(2.0 * at_s, "t", 16, 1, Lookup(16 * len(path), len(path), ours))
         for _ in ghost.use(prompt, hashed(path, hashes), sizes):
             pass
 
@@ -126,7 +127,7 @@ def test_sizes_count_nearer_tiers() -> None:
 def test_tenants_are_told_apart_and_stored_blocks_are_not_asked_for() -> None:
     ghost, sizes = GhostTier(1, 64, "lru", rate=1.0), Sizes(16)
     hashes = PrefixHashes(bytes(range(24)))
-    stored, asked = (Prompt(0.0, "a", 2, 16, 1, None), Prompt(1.0, "b", 2, 16, 1, 0))
+    stored, asked = (Prompt(0.0, "a", 16, 1, None), Prompt(1.0, "b", 16, 1, Lookup(32, 2, 0)))
     for prompt in (stored, asked):
         for _ in ghost.use(prompt, hashed([1, 2], hashes), sizes):
             pass
@@ -150,3 +151,13 @@ def test_hashes_depend_on_order_beginning_seed_and_every_token() -> None:
             assert changed.tolist() == [False, True, True, True, True]
     with pytest.raises(ValueError, match="24 or more"):
         PrefixHashes(b"few")
+
+
+def test_blocks_that_the_engine_has_are_simulated_and_not_counted() -> None:
+    ghost, sizes = GhostTier(1, 64, "lru", rate=1.0), Sizes(16)
+    hashes = PrefixHashes(bytes(range(24)))
+    for at_s, lookup in enumerate((Lookup(64, 4, 0), Lookup(32, 4, 3, first_block=2))):
+        for _ in ghost.use(Prompt(float(at_s), "t", 16, 1, lookup), hashed([1, 2, 3, 4], hashes), sizes):
+            pass
+    assert (ghost.all.asked_tokens, ghost.all.ours_tokens, ghost.all.references) == (96, 16, 6)
+    assert ghost.all.hit_rates()[NOW] == pytest.approx(2 / 6)

@@ -10,6 +10,7 @@ import pytest
 
 from prefixd.base.errors import InvalidArgumentError, PreconditionError
 from prefixd.cache import NamespaceSpec, PartSpec
+from prefixd.cache.prompt_listeners import Lookup
 from prefixd.server.services.trace_recording import TraceRecording
 from prefixd.v1 import admin_pb2 as pb
 from tests.rig import Rig
@@ -26,7 +27,7 @@ def look_up(rig: Rig, prompt: list[int], salt: bytes = b"") -> None:
     spec = NamespaceSpec("model", 16, (PartSpec("kv", 0, rig.part_bytes),), salt)
     namespace = rig.cache.register(spec)
     chain = rig.cache.chain(namespace, b"".join(token.to_bytes(4, "little") for token in prompt))
-    rig.cache.prompts.tell_looked_up(namespace, chain, len(chain), 0)
+    rig.cache.prompts.tell_looked_up(namespace, chain, Lookup(chain.tokens, len(chain), 0))
 
 
 async def recorded(rig: Rig, *prompts: tuple[list[int], bytes]) -> list[pb.RecordedRequest]:

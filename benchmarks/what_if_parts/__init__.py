@@ -1,0 +1,1 @@
+"""Parts of the benchmark of the ghost caches: how near they are to a replay, and what they cost."""

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.common.options import number, option
 from benchmarks.what_if_parts.accuracy import TraceReplay, compare, conversations
-from benchmarks.what_if_parts.cost import share_of_loop
+from benchmarks.what_if_parts.ghost_cost import share_of_loop
 from prefixd.cache.ghosts.ghost_tier import FACTORS, GhostTier
 from prefixd.settings import CacheSettings
 from prefixd.workloads.mooncake import read_trace

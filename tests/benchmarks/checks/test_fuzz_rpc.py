@@ -42,7 +42,10 @@ def test_every_method_has_its_statuses() -> None:
     for method in all_methods():
         assert {"OK", "INVALID_ARGUMENT"} <= method.statuses
         assert not method.statuses & {"INTERNAL", "UNKNOWN", "CANCELLED", "DATA_LOSS"}
-    assert [method.name for method in all_methods() if "DEADLINE_EXCEEDED" in method.statuses] == ["WatchBlocks"]
+    assert [method.name for method in all_methods() if "DEADLINE_EXCEEDED" in method.statuses] == [
+        "WatchBlocks",
+        "RecordTrace",
+    ]
 
 
 class StandIn(grpc.GenericRpcHandler):

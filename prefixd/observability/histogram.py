@@ -96,6 +96,11 @@ class Histogram(_Labelled[Series]):
         if trace_id:
             series.exemplars[bucket] = (value, trace_id)
 
+    def show(self, value: float, *values: str, trace_id: str) -> None:
+        """Notes a trace that shows a value which was counted before."""
+        if (series := self._series.get(values)) is not None:
+            series.exemplars[bisect_left(self.bounds, value)] = (value, trace_id)
+
     @property
     def counts(self) -> list[int]:
         """Values in each bucket, of all combinations of labels."""

@@ -59,12 +59,17 @@ class Measurements:
         self.traffic = Traffic()
 
     def count_request(self, record: RequestRecord) -> None:
-        """Counts a request to a worker that has ended (`RequestLog.ended`)."""
+        """Counts a request to a worker that has ended (`RequestLog.ended`).
+
+        The cache itself has counted the lookups of engines; their traces become exemplars.
+        """
+        trace_id = record.trace.trace_id if record.trace is not None and record.trace.sampled else ""
         if record.kind is not Kind.GENERATE:
+            if trace_id and record.kind is Kind.LOOKUP and (match_s := record.seconds(StageName.MATCH)):
+                self.timings.lookup_s.show(match_s, record.tenant, record.model, trace_id=trace_id)
             return
         timings, traffic = self.timings, self.traffic
         who = record.tenant, _UNKNOWN if record.status == "NOT_FOUND" else record.model
-        trace_id = record.trace.trace_id if record.trace is not None and record.trace.sampled else ""
         traffic.requests.add(1, *who, record.outcome)
         if record.output_tokens:
             traffic.generated_tokens.add(record.output_tokens, *who)

@@ -45,3 +45,18 @@ def test_what_did_not_happen_is_not_measured() -> None:
     }
     assert not list(measurements.timings.per_token_s)
     assert sum(measurements.timings.first_token_s.counts) == 1
+
+
+def test_an_engines_trace_shows_its_lookup() -> None:
+    measurements, log = Measurements(), RequestLog(lambda: 100.0)
+    log.ended.append(measurements.count_request)
+    measurements.timings.lookup_s.observe(0.002, "blue", "engine")
+    for sampled in (False, True):
+        trace = TraceContext("a" * 32 if sampled else "b" * 32, "b" * 16, sampled)
+        record = log.begin(Kind.LOOKUP, "Acquire", tenant="blue", model="engine", trace=trace)
+        record.note(StageName.MATCH, 100.0, 100.002)
+        record.end("ok", 101.0)
+    ((_, series),) = measurements.timings.lookup_s
+    assert sum(series.counts) == 1, "the cache has counted it"
+    ((value, trace_id),) = series.exemplars.values()
+    assert (round(value, 4), trace_id) == (0.002, "a" * 32)

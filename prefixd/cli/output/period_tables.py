@@ -48,13 +48,13 @@ def bars(shares: Sequence[float]) -> str:
 
 def fill_table(stats: admin_pb2.StatsResponse) -> Table | None:
     """A table of who fills the cache and who uses it, by tenant and model, the most bytes first; None without any."""
-    cached, blocks = _by_who(stats.cached.bytes), _by_who(stats.cached.blocks)
+    cached = _by_who(stats.cached.bytes)
     asked, hits = _by_who(stats.traffic.asked_tokens), _by_who(stats.traffic.hit_tokens)
     stored, generated = _by_who(stats.traffic.stored_bytes), _by_who(stats.traffic.generated_tokens)
     everyone = sorted({*cached, *asked, *stored}, key=lambda who: (-cached[who], -asked[who], who))
     if not everyone:
         return None
-    numbers = ("cached", "share", "blocks", "stored", "asked\ntokens", "found", "generated")
+    numbers = ("cached", "share", "stored", "asked\ntokens", "found", "generated")
     made = table("tenant", "model", *numbers, right=numbers, fold=("model",))
     whole = sum(cached.values())
     for who in everyone[:_MOST_SHOWN]:
@@ -62,7 +62,6 @@ def fill_table(stats: admin_pb2.StatsResponse) -> Table | None:
             *(Text(each) for each in who),
             as_size(cached[who]),
             f"{cached[who] / whole:.0%}" if whole else "-",
-            f"{blocks[who]:,}",
             as_size(stored[who]) if stored[who] else "-",
             f"{asked[who]:,}",
             f"{hits[who] / asked[who]:.0%}" if asked[who] else "-",

@@ -63,7 +63,7 @@ def test_who_fills_the_cache_is_told_the_largest_first(capsys: pytest.CaptureFix
     print_stats(stats)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     rows = [line.split() for line in lines if line.startswith(("blue", "red"))]
-    assert rows[0] == ["red", "llama", "3.0", "MiB", "75%", "30", "-", "1,000", "50%", "-"]
+    assert rows[0] == ["red", "llama", "3.0", "MiB", "75%", "-", "1,000", "50%", "-"]
     assert rows[1][:5] == ["blue", "qwen", "1.0", "MiB", "25%"]
     assert "requests ended: 1,200 stop, 3 failed" in lines
     assert any(line.startswith("vllm") and "2.0 MiB" in line for line in lines)

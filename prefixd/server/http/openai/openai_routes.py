@@ -231,14 +231,14 @@ def _read(body: bytes, kind: type[_Body]) -> tuple[_Body, list[GenerateParams]]:
     """The fields of a request, and its prompts. Raises InvalidArgumentError."""
     try:
         fields = msgspec.json.decode(body, type=kind)
+        return fields, fields.params()
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         param = path.strip("`").partition(".")[0].partition("[")[0]
         wrong = FieldError(param, f"{param}: {message}") if param else InvalidArgumentError(message)
         raise wrong from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise InvalidArgumentError(f"the body is not valid JSON ({error})") from error
-    return fields, fields.params()
 
 
 def _client_id(request: Request) -> str:

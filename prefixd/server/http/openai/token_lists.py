@@ -80,8 +80,9 @@ def _texts(raw: bytes) -> list[str | bytes]:
         if text[at] != '"':
             raise FieldError("prompt", f"prompt is a list of texts and of something else; {_WRONG}")
         _check_count(len(found) + 1)
-        value, at = decoder.raw_decode(text, at)
-        found.append(value)
+        begin = at
+        _, at = decoder.raw_decode(text, begin)
+        found.append(msgspec.json.decode(text[begin:at], type=str))  # refuses half a surrogate, as everywhere else
 
 
 def _check_count(prompts: int) -> None:

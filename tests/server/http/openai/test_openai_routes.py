@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import math
+import random
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from prefixd.base.errors import UnavailableError
 from prefixd.server.http.openai import answers
+from prefixd.server.http.openai.chat_request import ChatRequest
+from prefixd.server.http.openai.completion_request import CompletionRequest
 from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.worker_protocol.protocol import TokenLogprobs
 from tests.server.http.openai.conftest import CONTEXT, Front, prompt_tokens, tokens_of
@@ -286,12 +289,39 @@ async def test_images_are_files_in_the_request(front: Front) -> None:
 
 
 async def test_what_is_no_request_is_refused(front: Front) -> None:
-    for content in (b"", b"{", b"[]", b"\xff", b'{"prompt": ' + b"[" * 100_000, b'{"model": "model"}'):
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"model": "model"}',
+        b'{"prompt": ["\xd0"]}',
+    ):
         answer = await front.http.post("/v1/completions", content=content)
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", content
     answer = await front.http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (16 << 20) + b'"}')
     assert answer.status_code == 413 and "more than 16777216 bytes" in answer.json()["error"]["message"]
     assert (await front.http.get("/v1/embeddings")).json()["error"]["message"].startswith("there is no GET /v1/embed")
+
+
+async def test_any_json_gets_an_answer_or_a_clear_error(front: Front) -> None:
+    rnd = random.Random(4)
+    values: list[Any] = [None, True, 0, -1, 1 << 70, 1e308, 0.5, "", "x", "\0", "\ud800", [], [[]], [0], {}, {"a": 1}]
+    values += [["a", "\ud800"], [[1], [2]], [{"role": "user", "content": [{"type": "text", "text": "é"}]}], HI]
+    names = [*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "unheard_of"]
+    statuses = set()
+    for _ in range(120):
+        kind, field = rnd.choice([("completions", {"prompt": "x"}), ("chat/completions", {"messages": HI})])
+        body = bytearray(json.dumps({**field, **{rnd.choice(names): rnd.choice(values) for _ in range(2)}}).encode())
+        if rnd.random() < 0.3:
+            body[rnd.randrange(len(body))] = rnd.randrange(256)
+        post = front.http.post(f"/v1/{kind}", content=bytes(body))
+        answer = await asyncio.create_task(post)  # a task each, as a server has: calls count until their task ends
+        assert answer.status_code in (200, 400, 404), (body, answer.text)
+        assert answer.status_code == 200 or answer.json()["error"]["type"], body
+        statuses.add(answer.status_code)
+    assert statuses >= {200, 400}
 
 
 async def test_errors_have_openais_status(front: Front) -> None:

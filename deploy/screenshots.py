@@ -9,6 +9,7 @@ It needs playwright and Debian's chromium (`make install-operator`).
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import shutil
 import tempfile
@@ -19,15 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from prefixd.base.errors import PrefixdError
 from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.cli.top.daemon_watch import watch
+from prefixd.cli.top.top_app import TopApp
 from prefixd.client import Client, NamespaceSpec, PartSpec, Sampling
 
 DOCS = Path(__file__).parents[1] / "docs"
 TENANTS = ("acme", "research", "support")
 SIZES = {"page": (1280, 1180), "page_phone": (390, 1400)}
+_COLORS = 96
+"""Of a picture: the page has few, and a picture of all of them is three times as large."""
 _BLOCK_BYTES = 64 << 10
 _SPEC = NamespaceSpec("vllm-llama-3.2-1b", 16, (PartSpec("full", 0, _BLOCK_BYTES),))
 
@@ -123,6 +129,29 @@ def log_in(page: Page, url: str, token: str) -> None:
     page.wait_for_selector("#tiers .tier")
 
 
+async def _top_svg(address: str, columns: int, lines: int) -> str:
+    """Returns the screen of `prefixd top` after some answers of the daemon."""
+    app = TopApp(watch(address, 1.0))
+    async with app.run_test(size=(columns, lines)) as pilot:
+        await pilot.pause(4.5)
+        return app.export_screenshot(title="prefixd top")
+
+
+def photograph_top(address: str, path: Path) -> None:
+    """Writes a picture of `prefixd top` in 80 columns and 24 lines."""
+    svg = asyncio.run(_top_svg(address, 80, 24))
+    with browser_page(1000, 700) as page:
+        page.route("**/*", lambda route: route.abort())  # fonts from elsewhere; the browser's own do
+        page.set_content(f"<body style='margin:0;width:900px'>{svg}</body>", wait_until="domcontentloaded")
+        page.locator("svg").screenshot(path=path)
+    _shrink(path)
+
+
+def _shrink(path: Path) -> None:
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(_COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
 def main() -> None:
     """Makes all pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -135,10 +164,12 @@ def main() -> None:
         for name, (width, height) in SIZES.items():
             with browser_page(width, height, dark=arguments.dark) as page:
                 log_in(page, str(daemon.metrics), _token("operator"))
-                if page.is_visible("select"):
+                with page.expect_response("**/api/stats?last_s=600"), page.expect_response("**/api/requests*"):
                     page.select_option("select", "600")
-                page.wait_for_timeout(5000)
+                page.wait_for_timeout(500)
                 page.screenshot(path=arguments.folder / f"{name}.png")
+            _shrink(arguments.folder / f"{name}.png")
+        photograph_top(daemon.address, arguments.folder / "top.png")
 
 
 if __name__ == "__main__":

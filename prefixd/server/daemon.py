@@ -354,7 +354,9 @@ class Daemon:
             raise ConfigError(f"server.metrics = {server.metrics}: {error}") from error
         stack.callback(pages.close)
         operator = OperatorRoutes(pages, self.records, self._why.answer, self._health_status.not_ready)
-        ports = HttpPorts(server, listeners.identities, listeners.limits.refusals, self._audit, operator)
+        ports = HttpPorts(
+            server, listeners.identities, listeners.limits.refusals, self._audit, operator, listeners.generations
+        )
         stack.push_async_callback(ports.close, _CLOSE_S)
         generation, limits = self._generation, listeners.limits
         users = await ports.open_users(lambda callers: OpenAIRoutes(generation, callers, limits).routes())

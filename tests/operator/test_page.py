@@ -98,6 +98,25 @@ def test_the_page_follows_the_daemon(opened: Callable[..., Any], daemon: DaemonP
     shows(page, "#tiers", "24 blocks")
 
 
+def test_a_request_is_explained(opened: Callable[..., Any]) -> None:
+    page = opened(390)
+    page.wait_for_selector("#requests .link")
+    page.locator("#requests .link").first.click()
+    shows(page, "#why", "prompt tokens from the cache")
+    assert "match" in page.inner_text("#why table")
+    page.locator("#why button").click()
+    assert not page.is_visible("#why")
+
+
+def test_the_stretch_of_time_is_chosen(opened: Callable[..., Any]) -> None:
+    page = opened(1280)
+    page.wait_for_selector("#tiers .tier")
+    with page.expect_request("**/api/stats?last_s=600"):
+        page.select_option("select", "600")
+    page.locator("#chart").hover()
+    shows(page, "#chart", "prompt tokens")
+
+
 def test_another_token_is_asked_for(opened: Callable[..., Any]) -> None:
     page = opened(390, ENGINE)
     shows(page, "#refusal", "engine has the role client")
@@ -115,6 +134,53 @@ def test_a_daemon_that_does_not_answer_is_said_until_it_does(opened: Callable[..
     shows(page, "#live", "no answer")
     page.unroute("**/api/stats*")
     shows(page, "#live", "live")
+
+
+def test_long_names_fit_a_phone(opened: Callable[..., Any]) -> None:
+    page = opened(390)
+    page.wait_for_selector("#tiers .tier")
+
+    def with_long_names(route: Any) -> None:
+        answer = route.fetch()
+        stats = answer.json()
+        name = "a-tenant-whose-name-is-as-long-as-it-may-be-of-64-characters-xyz"
+        for each in (*stats["sessions"], *stats["namespaces"]):
+            each["tenant"] = name
+        used = [{"tier": tier, "used_bytes": 999 << 40, "held_bytes": 0} for tier in ("gpu", "cpu", "disk")]
+        tenant = {
+            "name": name,
+            "tiers": used,
+            "sessions": 10**6,
+            "running_requests": 10**6,
+            "refused": {"calls": 10**9},
+        }
+        stats["tenants"] = [{**stats["tenants"][0], **tenant}]
+        stats["troubles"] = [{"part": "disk tier", "what": "x" * 200, "remedy": "y" * 200, "since_s": 1.0}]
+        route.fulfill(response=answer, json=stats)
+
+    page.route("**/api/stats*", with_long_names)
+    page.wait_for_selector(".trouble")
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_what_other_sizes_would_find(opened: Callable[..., Any]) -> None:
+    page = opened(1280)
+    page.wait_for_selector("#tiers .tier")
+
+    def with_estimates(route: Any) -> None:
+        answer = route.fetch()
+        sizes = [
+            {"factor": factor, "nbytes": int(factor * (64 << 30)), "hit_rate": rate, "margin": 0.01, "filled": True}
+            for factor, rate in ((0.5, 0.41), (1.0, 0.6), (2.0, 0.72))
+        ]
+        tiers = [{"tier": "cpu", "nbytes": 64 << 30, "sure": True, "sizes": sizes}, {"tier": "disk", "sure": False}]
+        route.fulfill(response=answer, json={**answer.json(), "ghosts": {"tiers": tiers}})
+
+    page.route("**/api/stats*", with_estimates)
+    shows(page, "#whatif", "72% ± 1")
+    rows = page.inner_text("#whatif table").splitlines()
+    columns = [word.split()[-1] for word in rows[0].split("\t")]
+    assert len(rows) == 2 and columns == ["tier", "now", "0.5", "1", "2"]
 
 
 def test_degraded_parts_come_first(opened: Callable[..., Any]) -> None:

@@ -54,7 +54,7 @@ def test_top_over_a_restart(terminal: Terminal) -> None:
             cache.store(range(32), bytes(8 * 4096), durable=True)
             command = f"{sys.executable} -m prefixd top --interval 0.2 --address {daemon.address}"
             terminal.type(command, "Enter")
-            terminal.shows("32.0 KiB of 1.0 MiB", "1 sessions", "q Quit")
+            terminal.shows("32.0 KiB of 1.0 MiB", "sessions 1", "q Quit")
             assert len(terminal.text.splitlines()) <= 24
             terminal.type("n")
             terminal.shows("a-model")
@@ -63,7 +63,7 @@ def test_top_over_a_restart(terminal: Terminal) -> None:
         daemon.stop()
         terminal.shows("no daemon", "the last figures")
         daemon.start()
-        terminal.shows("0 sessions", "prefixd 0.")
+        terminal.shows("sessions 0", "prefixd 0.")
         assert "no daemon" not in terminal.text
         terminal.type("q")
         wait_until(lambda: "Quit" not in terminal.text, lambda: terminal.text)

@@ -116,11 +116,11 @@ def tiers(stats: pb.StatsResponse, rates: Rates, width: int) -> Table:
 def work(stats: pb.StatsResponse) -> Text:
     """Returns two lines: who uses the daemon, and what its loads did."""
     worker, queue = stats.worker, stats.scheduler
-    line = f"{len(stats.sessions)} sessions  {stats.leases} leases  {stats.reservations} reservations"
+    line = f"sessions {len(stats.sessions)}  leases {stats.leases}  reservations {stats.reservations}"
     if worker.state not in (pb.WorkerStats.STATE_UNSPECIFIED, pb.WorkerStats.STATE_NONE):
         line = (
-            f"{sum(model.worker.running_requests for model in stats.models)} running  {queue.waiting_requests} waiting"
-            f"  {short(queue.finished_requests)} finished  {line}"
+            f"running {sum(model.worker.running_requests for model in stats.models)}  waiting {queue.waiting_requests}"
+            f"  finished {short(queue.finished_requests)}  {line}"
         )
     loads = (
         f"loads {short(queue.load_decisions)}  split {short(queue.split_loads)}  cut {short(queue.cut_loads)}"

@@ -81,11 +81,19 @@ class HttpCallers:
 
     async def refuse_turn(self, request: Request, why: object, caller: Caller | None = None) -> None:
         """Waits until a caller (None: an unknown one) may be told of a refusal, and logs it."""
-        if await self._refusals.turn(None if caller is None else caller.tenant):
+        if await self.pace_refusal(request, caller):
             peer = "" if request.client is None or caller is not None else f"{request.client.host}"
             path = f"{request.method} {request.url.path}"[:_PATH_CHARACTERS]
             self._audit.log_refused(caller, path, str(why), door="" if caller else "http", peer=peer)
             log.info("refused %s%s: %s", path, f" from {peer}" if peer else "", why)
+
+    async def pace_refusal(self, request: Request, caller: Caller | None) -> bool:
+        """Waits until a caller may be told of a refusal. Returns False when too many wait: then do not log it.
+
+        Meanwhile the request's connection may be closed to make room for others.
+        """
+        request.state.note_refusal()
+        return await self._refusals.turn(None if caller is None else caller.tenant)
 
     async def refuse_operator(self, request: Request, needed: Role = Role.METRICS) -> Response | None:
         """Returns the refusal of a request for an operator's page; None if its sender may have the page.

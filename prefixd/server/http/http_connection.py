@@ -29,7 +29,8 @@ class HttpLimits:
     """The limits of one port.
 
     Attributes:
-        connections: the most open connections. If there are more, the oldest that waits for a request is closed.
+        connections: the most open connections. If there are more, the oldest that waits for a request is closed, or
+            else the oldest whose refusal waits.
         head_bytes: the most bytes of a request's head.
         head_s: seconds from the connection, TLS included, to the end of the first request's head.
         keep_alive_s: seconds that a connection may stay open without a request after an answer.
@@ -72,6 +73,8 @@ class HttpConnection(H11Protocol):
         self._head: asyncio.TimerHandle | None = self.loop.call_later(limits.head_s, self.abort)
         self._send: asyncio.TimerHandle | None = None
         self._accepting: asyncio.Task[object] | None = None
+        self.refusing = False
+        """True while the answer of a request is a refusal that waits for its turn."""
 
     @property
     def answering(self) -> bool:
@@ -100,7 +103,8 @@ class HttpConnection(H11Protocol):
         # `pause_writing` is then called as soon as there is anything that the kernel does not take. A TLS transport
         # takes a mark of 0 for one that is always reached.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
-        self.app_state = {"certificate_names": _names(transport.get_extra_info("peercert"))}
+        names = _names(transport.get_extra_info("peercert"))
+        self.app_state = {"certificate_names": names, "note_refusal": self._note_refusal}
 
     def connection_lost(self, error: Exception | None) -> None:
         """Cancels the answers and the time limits."""
@@ -148,6 +152,7 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         """Waits for the next request. The rest of a body that the handler did not read must arrive soon."""
         self._cancel_head()
+        self.refusing = False
         idle = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
         wait_s = self._limits.head_s + (self._limits.keep_alive_s if idle else 0.0)
         self._head = self.loop.call_later(wait_s, self.abort)
@@ -174,6 +179,9 @@ class HttpConnection(H11Protocol):
     def _accepted(self, accepting: asyncio.Task[object]) -> None:
         if accepting.cancelled() or accepting.exception() is not None:  # a handshake that failed, for instance
             self._end()
+
+    def _note_refusal(self) -> None:
+        self.refusing = True
 
     def _cancel_head(self) -> None:
         if self._head is not None:

@@ -2,8 +2,8 @@
 
 uvicorn's own server would take over signals and logs, and it accepts connections without a limit on their number, their
 age, or how slowly they read. Here a connection is accepted only when the one before has been counted. If there are too
-many, the oldest that waits for a request is closed: a client can always connect, and no number of connections uses up
-the daemon's descriptors.
+many, the oldest that waits for a request is closed, or else the oldest that waits for a refusal: a client can always
+connect unless answers take all connections, and no number of connections uses up the daemon's descriptors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefixd.server.http.request_bounds import RequestBounds
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 128  # connections that the kernel keeps until they are accepted
+_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 _SHORTAGE_PAUSE_S = 0.5
 
 
@@ -127,7 +127,15 @@ class HttpListener:
         self._connections[connection] = None
         connection.accept(loop.create_task(self._connect(connection, client)))
         if len(self._connections) > self._limits.connections:
-            next(each for each in self._connections if not each.answering).abort()  # maybe this one
+            self._close_one()
+
+    def _close_one(self) -> None:
+        """Closes the oldest connection that waits for a request, the newest apart; else the oldest that is refused;
+        else the newest."""
+        *others, newest = self._connections
+        idle = (each for each in others if not each.answering)
+        refused = (each for each in others if each.answering and each.refusing)
+        next(idle, next(refused, newest)).abort()
 
     async def _connect(self, connection: HttpConnection, client: socket.socket) -> None:
         limits, tls = self._limits, self._tls

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
+import socket
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
@@ -23,8 +26,23 @@ from prefixd.settings import HttpAddress, ServerSettings
 
 log = logging.getLogger(__name__)
 
-USERS = HttpLimits(connections=512, keep_alive_s=75.0, send_s=30.0, body_bytes=32 << 20, bodies_bytes=256 << 20)
-"""The limits of the users' port: prompts with images, and answers that take minutes."""
+_BESIDE_GENERATIONS = 256
+"""Connections of the users' port beside those on which requests wait and run: idle ones, and operators'."""
+
+
+def users_limits(generations: int) -> HttpLimits:
+    """Returns the limits of the users' port: prompts with images, and answers that take minutes.
+
+    Each request that waits or runs takes a connection. There are more than calls of Generate may be under way, and one
+    tenant may have a part of these calls only, so it keeps no other out. They take half of the descriptors at most.
+
+    Args:
+        generations: calls of Generate at once, of all tenants.
+    """
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = generations + _BESIDE_GENERATIONS
+    connections = most if descriptors == resource.RLIM_INFINITY else min(most, descriptors // 2)
+    return HttpLimits(connections=connections, send_s=30.0, body_bytes=32 << 20, bodies_bytes=256 << 20)
 
 
 class HttpPorts:
@@ -36,6 +54,7 @@ class HttpPorts:
         refusals: paces refusals.
         audit: logs callers.
         operator: the operators' routes, which both ports have.
+        generations: calls of Generate at once, of all tenants.
     """
 
     def __init__(
@@ -45,7 +64,9 @@ class HttpPorts:
         refusals: Refusals,
         audit: AuditLog,
         operator: OperatorRoutes,
+        generations: int,
     ) -> None:
+        self._generations = generations
         self._settings = settings
         self._identities = identities
         self._refusals = refusals
@@ -66,7 +87,10 @@ class HttpPorts:
         """Opens the users' port, `server.http`, with the operators' routes and those that `routes` returns for its
         callers. Returns and raises as `open_metrics`."""
         text = self._settings.http
-        return None if text is None else await self._open("server.http", text, routes(self.callers(text)), USERS)
+        if text is None:
+            return None
+        limits = users_limits(self._generations)
+        return await self._open("server.http", text, routes(self.callers(text)), limits)
 
     async def close(self, grace_s: float) -> None:
         """Closes the ports; requests have this long to finish."""
@@ -88,7 +112,8 @@ class HttpPorts:
         try:
             port = await listener.start(address.host, address.port)
         except OSError as error:
-            raise ConfigError(f"{name} = {text} cannot be used ({error.strerror}); choose another") from error
+            why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+            raise ConfigError(f"{name} = {text} cannot be used ({why}); choose another") from error
         self._listeners.append(listener)
         if callers.open and not address.is_loopback:
             log.warning(

@@ -94,7 +94,8 @@ class Listeners:
         self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
         """The caller must load it before `open`, and watch it from then on."""
         self.identities = Identities(server, settings.tenants, tenants, self.tokens, credentials)
-        generations = _most_generations(settings)
+        self.generations = generations = _most_generations(settings)
+        """Calls of Generate at once, of all tenants."""
         self.limits = CallLimits(tenants, generations)
         self._unix = grpc.aio.server(options=_OPTIONS)
         self._tcp: grpc.aio.Server | None = None

@@ -137,7 +137,7 @@ async def test_everything_fits_on_a_small_screen(run: Run) -> None:
                 *("75%", "749.2", "GiB", "of", "999.0", "GiB", "1.2M", "12%", "500k", "123k"),
             ]
         )
-        assert "32 running  128 waiting  98.8k finished  40 sessions" in screen.text
+        assert "running 32  waiting 128  finished 98.8k  sessions 40" in screen.text
         assert "loads 40.0k" in screen.text and "lost 12.5 s" in screen.text
         assert lines[-1].split()[:2] == ["q", "Quit"] and "Namespaces" in lines[-1] and "Pause" in lines[-1]
 

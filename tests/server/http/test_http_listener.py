@@ -35,6 +35,7 @@ class Served:
             Route("/post", self._post, methods=["POST"]),
             Route("/hang", self._hang, methods=["GET", "POST"]),
             Route("/stream", self._stream),
+            Route("/refuse", self._refuse, methods=["POST"]),
         ]
         self.listener = HttpListener(Starlette(routes=routes), HttpLimits(**limits))  # type: ignore[arg-type]
         self.port = 0
@@ -56,6 +57,10 @@ class Served:
             self.cancelled += 1
             raise
         raise AssertionError
+
+    async def _refuse(self, request: Request) -> Response:
+        request.state.note_refusal()
+        return await self._hang(request)
 
     async def _stream(self, request: Request) -> Response:
         async def words() -> AsyncIterator[str]:
@@ -197,6 +202,20 @@ async def test_connections_that_wait_for_an_answer_stay_and_answered_ones_make_r
         writer.close()
     await until(lambda: served.cancelled == 2)
     keeping.close()
+
+
+async def test_refusals_that_wait_keep_nobody_out(serve: Serve) -> None:
+    served = await serve(connections=3)
+    refused = []
+    for number in range(3):
+        refused.append(await served.connect())
+        refused[-1][1].write(b"POST /refuse HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        await until(lambda number=number: served.began == number + 1)
+    assert await served.answers()
+    await closed(refused[0][0])
+    await until(lambda: served.cancelled == 1)
+    for _, writer in refused:
+        writer.close()
 
 
 async def test_who_sends_no_request_and_who_reads_no_answer_is_cut_off(serve: Serve) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import re
+import resource
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -31,7 +32,7 @@ from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.token_file import TokenFile
 from prefixd.server.figures.figure_pages import FigurePages
 from prefixd.server.http.http_callers import HttpCallers
-from prefixd.server.http.http_ports import HttpPorts
+from prefixd.server.http.http_ports import HttpPorts, users_limits
 from prefixd.server.http.operator_routes import OperatorRoutes
 from prefixd.server.rpc.call_limits import Refusals
 from prefixd.settings import Settings
@@ -55,7 +56,7 @@ class Served:
         self.pages = FigurePages(self._take)
         self.records = RequestLog(lambda: self.now_s, 8, lambda: 1e9)
         operator = OperatorRoutes(self.pages, self.records, self._why, lambda: self.reasons)
-        self.ports = HttpPorts(known.server, identities, Refusals(tenants), AuditLog(None), operator)
+        self.ports = HttpPorts(known.server, identities, Refusals(tenants), AuditLog(None), operator, 1000)
         self.url = ""
         self.users_url: str | None = None
 
@@ -288,6 +289,13 @@ async def test_certificates_open_the_figures(serve: Serve, certificates: Path) -
         await served.get("/readyz", verify=shown("stranger"))
     with pytest.raises(httpx.HTTPError):
         await served.get(served.url.replace("https", "http") + "/readyz")
+
+
+def test_the_users_port_has_a_connection_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100_000, 100_000))
+    assert users_limits(4000).connections == 4256
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
+    assert users_limits(4000).connections == 512
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,9 @@ class Callers(Protocol):
     async def refuse_turn(self, request: Request, why: object, caller: Caller | None = None) -> None:
         """Waits until a caller may be told of a refusal, and logs it."""
 
+    async def pace_refusal(self, request: Request, caller: Caller | None) -> bool:
+        """Waits until a caller may be told of a refusal."""
+
 
 class OpenAIRoutes:
     """The routes of one port.
@@ -104,7 +107,7 @@ class OpenAIRoutes:
             except Exception as error:
                 refusal = answer_of(error)
             if refusal.status == 429 and caller is not None:
-                await self._limits.refusals.turn(caller.tenant)
+                await self._callers.pace_refusal(request, caller)
             return refusal.response(_client_id(request))
 
         return endpoint

@@ -110,6 +110,9 @@ class FakeCallers:
     def let_in(self, caller: Caller) -> None:
         self.known.append(caller.name)
 
+    async def pace_refusal(self, request: HttpRequest, caller: Caller | None) -> bool:
+        return True
+
     async def refuse_turn(self, request: HttpRequest, why: object, caller: Caller | None = None) -> None:
         self.refused.append(str(why))
 

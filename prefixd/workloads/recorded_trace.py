@@ -78,6 +78,10 @@ class RecordedTrace:
         self._prompt_tokens += prompt_tokens
         self._blocks += len(ids)
 
+    def flush(self) -> None:
+        """Writes what was added to the disk's files, so that it outlasts this process."""
+        self._lines.flush()
+
     def figures(self) -> dict[str, int | str]:
         """What was recorded, as JSON types."""
         return {

@@ -51,6 +51,14 @@ def test_match(tmp_path: Path) -> None:
     assert (result["blocks"], len(result["samples_us"])) == (20, 5)
 
 
+def test_what_if(tmp_path: Path) -> None:
+    least = ("--requests", "400", "--blocks", "200", "--policies", "lru", "--seeds", "1")
+    load = ("--seconds", "1", "--prompt-blocks", "20", "--most-share", "1")
+    result = result_of("what_if", tmp_path, *least, *load)
+    assert result["worst_error_points"] < 2 and result["sizes"] == 10
+    assert all(cost["ghosts_s"] > 0 and cost["prompts"] for cost in result["cost"].values())
+
+
 def test_shared_memory(tmp_path: Path) -> None:
     sizes = ("--blocks", "4", "--block-bytes", "64KiB", "--rounds", "2", "--threads", "2")
     result = result_of("shared_memory", tmp_path, *sizes)

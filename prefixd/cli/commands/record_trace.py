@@ -77,6 +77,7 @@ def record_command(
                         trace.dropped = answer.dropped_requests
                         for request in answer.requests:
                             trace.add(request.arrival_s, request.prompt_tokens, request.output_tokens, request.hashes)
+                        trace.flush()
             except asyncio.CancelledError:  # Ctrl-C
                 pass
 

@@ -18,7 +18,7 @@ from prefixd.client.client import AsyncClient
 from prefixd.client.connecting.connection import default_address
 from prefixd.client.connecting.mapped_arena import Arena
 from prefixd.client.connecting.session import NewSession
-from prefixd.client.connecting.trace_headers import within_trace
+from prefixd.client.connecting.trace_headers import within_request, within_trace
 from prefixd.client.errors import (
     AlreadyExistsError,
     BufferSizeError,
@@ -119,5 +119,6 @@ __all__ = [
     "UnsupportedError",
     "VisionEmbedding",
     "default_address",
+    "within_request",
     "within_trace",
 ]

@@ -148,3 +148,9 @@ def test_salts(tmp_path: Path) -> None:
     assert (result["refused"], result["daemon_refused"], result["daemon_violations"]) == (0, 0, [])
     assert result["found_in_use"] == result["asked_in_use"] > 50 and result["stored"] > 60
     assert result["daemon_found_in_use"] == result["daemon_asked_in_use"] == 3
+
+
+def test_why(tmp_path: Path) -> None:
+    """The plants on disk take four starts: `make test-operator` runs them."""
+    result = result_of("checks.why", tmp_path, "--each", "1", "--only", "memory")
+    assert result["planted"] == result["named"] == len(result["kinds"]) == 6

@@ -6,7 +6,7 @@ import threading
 
 from opentelemetry.sdk.trace import TracerProvider
 
-from prefixd.client import within_trace
+from prefixd.client import within_request, within_trace
 from prefixd.client.connecting.trace_headers import trace_headers
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -41,3 +41,14 @@ def test_opentelemetrys_current_span_is_sent() -> None:
         assert (int(trace_id, 16), int(span_id, 16)) == (context.trace_id, context.span_id)
         with within_trace(PARENT):
             assert trace_headers() == (("traceparent", PARENT),)
+
+
+def test_the_requests_id_is_sent_with_or_without_a_span() -> None:
+    with within_request("chat-7"):
+        assert trace_headers() == (("prefixd-request-id", "chat-7"),)
+        with within_trace(PARENT):
+            assert trace_headers() == (("traceparent", PARENT), ("prefixd-request-id", "chat-7"))
+        for wrong in ("x" * 129, "a\nb", "\u00e9"):
+            with within_request(wrong):
+                assert trace_headers() == ()
+    assert trace_headers() == ()

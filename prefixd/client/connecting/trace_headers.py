@@ -1,4 +1,5 @@
-"""The caller's span, which calls tell the daemon in the header `traceparent` (W3C trace context)."""
+"""The headers that say to which request of the caller a call belongs: `traceparent` (W3C trace context), its span, and
+`prefixd-request-id`, its id."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+_LONGEST_ID = 128
 _given: ContextVar[str] = ContextVar("traceparent of prefixd's calls", default="")
+_request_id: ContextVar[str] = ContextVar("id of the request that prefixd's calls are for", default="")
 
 
 @contextmanager
@@ -24,8 +27,28 @@ def within_trace(traceparent: str) -> Iterator[None]:
         _given.reset(token)
 
 
+@contextmanager
+def within_request(request_id: str) -> Iterator[None]:
+    """A context whose calls of any client are made for the caller's request with this id: `prefixd why ID` shows them.
+
+    An id of more than 128 characters, or with characters that are not printable ASCII, is not sent.
+    """
+    sendable = len(request_id) <= _LONGEST_ID and request_id.isascii() and request_id.isprintable()
+    token = _request_id.set(request_id if sendable else "")
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
 def trace_headers() -> tuple[tuple[str, str], ...]:
-    """The header of a call that is made now; none outside of a trace."""
+    """The headers of a call that is made now; none outside of a trace and of a request."""
+    if request_id := _request_id.get():
+        return (*_span_header(), ("prefixd-request-id", request_id))
+    return _span_header()
+
+
+def _span_header() -> tuple[tuple[str, str], ...]:
     if given := _given.get():
         return (("traceparent", given),)
     # A program that has a span has imported this module; the client needs no package for it.

@@ -47,6 +47,8 @@ class SaveJob:
     """The engine's block ids, by group of `groups`, for all blocks of the job in order."""
     retention: tuple[Retention, ...] = ()
     """Priorities of the prompt's blocks."""
+    request_id: str = ""
+    """The engine's request."""
 
 
 @dataclass(frozen=True, slots=True)

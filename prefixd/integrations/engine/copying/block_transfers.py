@@ -19,7 +19,15 @@ from functools import partial
 
 import numpy as np
 
-from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
+from prefixd.client import (
+    AsyncCache,
+    AsyncLease,
+    AsyncReservation,
+    ClientError,
+    ExhaustedError,
+    LeaseLost,
+    within_request,
+)
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.cuda_device import ArenaPin, Fence, computed_already, computing_stream
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages
@@ -227,15 +235,16 @@ class Transfers:
 
     async def _acquire(self, job: LoadJob, done: int, most: int) -> AsyncLease:
         cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
-        return await cache.acquire(
-            np.frombuffer(job.prefix.tokens, "<u4"),
-            first_block=job.first_block + done,
-            max_blocks=most,
-            parts=self._parts,
-            prefix_blocks=job.first_block + job.blocks,
-            counted=False,
-            found=job.found if self._counts_hits else None,
-        )
+        with within_request(job.request_id):
+            return await cache.acquire(
+                np.frombuffer(job.prefix.tokens, "<u4"),
+                first_block=job.first_block + done,
+                max_blocks=most,
+                parts=self._parts,
+                prefix_blocks=job.first_block + job.blocks,
+                counted=False,
+                found=job.found if self._counts_hits else None,
+            )
 
     def _report_load(self, job: LoadJob, there: Progress, done: Future[None], elapsed_s: float) -> None:
         error = LinkDown("the engine ends") if done.cancelled() else done.exception()
@@ -271,7 +280,8 @@ class Transfers:
             kept = Progress()
             try:
                 if groups:  # else another rank saves all of it
-                    await self._save(job, groups, fence, kept)
+                    with within_request(job.request_id):
+                        await self._save(job, groups, fence, kept)
             except (LinkDown, LeaseLost):
                 pass  # counted below as dropped
             except (ClientError, SwapError) as error:

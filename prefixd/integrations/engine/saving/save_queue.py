@@ -54,6 +54,8 @@ class Saving:
     """The request's token ids as far as jobs have needed them: listing all of a long prompt takes milliseconds."""
     retention: tuple[Retention, ...] = ()
     """Priorities of the prompt's blocks."""
+    request_id: str = ""
+    """The engine's request."""
     over: bool = False
     """The engine has freed bytes of `block` that every longer prefix needs."""
 
@@ -136,7 +138,7 @@ class SaveQueue:
         first = cached_tokens // geometry.block_tokens
         prompt, branch = geometry.most_loadable(prompt_tokens), branch_tokens
         points = ResumePoints(prompt // geometry.block_tokens, self.every, branch // geometry.block_tokens)
-        self._requests[request_id] = Saving(spec, first, points, first, retention=retention)
+        self._requests[request_id] = Saving(spec, first, points, first, retention=retention, request_id=request_id)
 
     def advance(
         self,
@@ -319,6 +321,7 @@ class SaveQueue:
             run.groups,
             tuple(tuple(ids) for ids in run.ids),
             saving.retention,
+            saving.request_id,
         )
         self._next_id += 1
         self._jobs[job.id] = _UnderWay(pinned, keys, self.geometry.ranks)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, Tier
+from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, Tier, within_request
 from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.waiting.computing_once import Claiming, ComputingOnce
@@ -53,6 +53,7 @@ _DISTANCES = {
 class Lookup:
     """One request's look-up: the last answer, the call under way, and the lease."""
 
+    request_id: str
     spec: NamespaceSpec
     tokens: npt.NDArray[np.uint32] = field(repr=False)
     """The first token ids of the prompt, as far as prefixd may find them."""
@@ -172,7 +173,7 @@ class Lookups:
         `saved`: what is computed of it will be saved, so that other engines may wait for it.
         """
         self.forget(request_id)
-        lookup = Lookup(spec, self._usable(tokens), claims=saved)
+        lookup = Lookup(request_id, spec, self._usable(tokens), claims=saved)
         self._lookups[request_id] = lookup
         self._waiting.add(request_id)
         self._start_match(request_id, lookup)
@@ -427,14 +428,15 @@ class Lookups:
 
         async def acquire() -> AsyncLease:
             cache = await self._link.cache(lookup.spec)
-            lease = await cache.acquire(
-                lookup.tokens,
-                first_block=first_block,
-                max_blocks=max_blocks,
-                prefix_blocks=end_block,
-                ttl_s=_LEASE_S,
-                counted=False,
-            )
+            with within_request(lookup.request_id):
+                lease = await cache.acquire(
+                    lookup.tokens,
+                    first_block=first_block,
+                    max_blocks=max_blocks,
+                    prefix_blocks=end_block,
+                    ttl_s=_LEASE_S,
+                    counted=False,
+                )
             lookup.lease_s = self._clock() - began_s
             return lease
 

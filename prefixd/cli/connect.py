@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from prefixd.base.setting_sources import find_socket
-from prefixd.cli.failures import CommandFailed, WrongUsage
+from prefixd.cli.failures import CommandFailed, NoDaemon, WrongUsage
 from prefixd.process import signals
 
 if TYPE_CHECKING:
-    from prefixd.client import AsyncClient
+    from prefixd.client import AsyncClient, ClientError
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ Address = Annotated[
         help="The daemon: unix:/path or host:port. By default server.socket of `prefixd config show`.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text; errors too.")]
 
 TOKEN_VARIABLE = "PREFIXD_TOKEN"
 _PANEL = "A daemon on another host"
@@ -94,15 +94,30 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
             yield client
     except ServerUnavailable as error:
         if error.answered:
-            raise CommandFailed(str(error)) from error
+            raise CommandFailed(str(error), status="UNAVAILABLE") from error
         hint = "Start it with `prefixd serve`, or name it with --address" if here else "Does it need TLS (--tls-ca)?"
-        raise CommandFailed(f"{error}. Is it running? {hint}") from error
+        raise NoDaemon(str(error), f"Is it running? {hint}") from error
     except UnsupportedError as error:
-        raise CommandFailed(
-            f"{error}. Start a daemon with a model: `prefixd serve --model DIR` or --embedded"
-        ) from error
+        remedy = "Start a daemon with a model: `prefixd serve --model DIR` or --embedded"
+        raise CommandFailed(str(error), remedy, "UNIMPLEMENTED") from error
     except ClientError as error:
-        raise CommandFailed(str(error)) from error
+        raise CommandFailed(str(error), status=_status(error)) from error
+
+
+def _status(error: ClientError) -> str:
+    """Returns the name of the gRPC status that an error of the client stands for."""
+    from prefixd import client
+
+    statuses: dict[type[ClientError], str] = {
+        client.InvalidArgumentError: "INVALID_ARGUMENT",
+        client.NotFoundError: "NOT_FOUND",
+        client.AlreadyExistsError: "ALREADY_EXISTS",
+        client.ExhaustedError: "RESOURCE_EXHAUSTED",
+        client.PreconditionError: "FAILED_PRECONDITION",
+        client.PermissionDeniedError: "PERMISSION_DENIED",
+        client.CallTimeout: "DEADLINE_EXCEEDED",
+    }
+    return next((status for kind, status in statuses.items() if isinstance(error, kind)), "INTERNAL")
 
 
 def _credentials() -> dict[str, Any]:

@@ -33,20 +33,27 @@ class Check:
 def check_environment(address: str, stats: admin_pb2.StatsResponse) -> list[Check]:
     """Returns findings about this machine, and about the daemon's process if `address` is a unix socket here."""
     pid = _find_listener(address)
-    limits = _read_limits(pid)
     tiers: dict[int, admin_pb2.TierStats] = {tier.tier: tier for tier in stats.tiers}
+    checks = check_process(tiers, pid)
+    if Tier.CPU.wire in tiers:
+        checks.append(_check_control_group(pid, tiers))
+    disk = tiers.get(Tier.DISK.wire)
+    path = _find_disk_path(pid)
+    if disk is not None and path is not None:
+        checks.append(_check_disk_space(path, disk))
+    return checks
+
+
+def check_process(tiers: dict[int, admin_pb2.TierStats], pid: int = 0) -> list[Check]:
+    """Returns findings about the limits of a process (0: this one) that is to have these tiers, and about memory."""
+    limits = _read_limits(pid)
     checks = [
         _check_descriptors(limits.get("Max open files", "")),
         _check_mappings(),
         _check_locked_memory(limits, tiers),
     ]
-    cpu, disk = tiers.get(Tier.CPU.wire), tiers.get(Tier.DISK.wire)
-    if cpu is not None:
+    if (cpu := tiers.get(Tier.CPU.wire)) is not None:
         checks.append(_check_shared_memory(cpu))
-        checks.append(_check_control_group(pid, tiers))
-    path = _find_disk_path(pid)
-    if disk is not None and path is not None:
-        checks.append(_check_disk_space(path, disk))
     return checks
 
 
@@ -119,7 +126,7 @@ def _check_locked_memory(limits: dict[str, str], tiers: dict[int, admin_pb2.Tier
 
 def _check_shared_memory(cpu: admin_pb2.TierStats) -> Check:
     """The CPU tier is a memfd: it counts as shared memory, but the machine's memory bounds it, not /dev/shm's size."""
-    memory = _read_meminfo("MemTotal")
+    memory = read_meminfo("MemTotal")
     found = f"the CPU tier may take {as_size(cpu.capacity_bytes)} of {as_size(memory)} memory"
     try:
         shm = shutil.disk_usage("/dev/shm")
@@ -166,7 +173,8 @@ def _check_disk_space(path: Path, disk: admin_pb2.TierStats) -> Check:
     return Check("disk space", found)
 
 
-def _read_meminfo(name: str) -> int:
+def read_meminfo(name: str) -> int:
+    """Returns a figure of /proc/meminfo in bytes; 0 if it cannot be read."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefixd.base.tenancy.tenants import DEFAULT
+from prefixd.cli.completions import complete_keys, complete_models, complete_namespaces
 from prefixd.cli.failures import CommandFailed, WrongUsage
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class NamedPrefix:
         typer.Argument(
             metavar="KEY",
             show_default=False,
+            autocompletion=complete_keys,
             help="A prefix's key as `prefixd ls` shows it; its first 4 digits or more.",
         ),
     ] = None
@@ -62,6 +64,7 @@ class NamedPrefix:
             "--model",
             metavar="NAME",
             show_default=False,
+            autocompletion=complete_models,
             rich_help_panel=PANEL,
             help="One of the daemon's models, by default its first: its tokenizer, and its namespace without a salt.",
         ),
@@ -72,6 +75,7 @@ class NamedPrefix:
             "--namespace",
             metavar="NAME|ID",
             show_default=False,
+            autocompletion=complete_namespaces,
             rich_help_panel=PANEL,
             help="The namespace, by name or by id, instead of the model's: that of an engine, or of a salt.",
         ),

@@ -31,6 +31,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.answers = True  # errors are marked as a daemon's own
         self.damage = False
         self.set_aside = False
+        self.troubles = True
         self.references = 5000  # sampled blocks of the ghosts
         self.filled = True
         self.worker_error = ""
@@ -262,7 +263,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             slots=512,
             sessions=1,
             leases=3,
-            troubles=[full],
+            troubles=[full] if self.troubles else [],
             holders=[
                 admin_pb2.Holder(owner="lease 12-ab", blocks=4000),
                 admin_pb2.Holder(owner="write-back", blocks=7),

@@ -212,7 +212,7 @@ def test_ctrl_c_ends_a_daemon_without_a_model(environment: dict[str, str], home:
 
 
 def test_the_demo(prefixd: Prefixd, home: Path) -> None:
-    result = prefixd("demo", "--prefixes", "4", "--requests", "12", "--prefix-tokens", "64", "--json", "demo.json")
+    result = prefixd("demo", "--prefixes", "4", "--requests", "12", "--prefix-tokens", "64", "--out", "demo.json")
     assert result.returncode == 0, result.stderr
     assert "All answers are the same, token for token." in result.stdout
     assert "of the prefix tokens came from the blocks that were left on disk" in result.stdout

@@ -364,7 +364,8 @@ def test_stats_again_and_again(cli: Cli, daemon: Any) -> None:
     result = cli("stats", "--watch", "0.1", "--json", "--address", daemon.address)
     timer.join()
     assert result.exit_code == 1
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    *lines, last = [json.loads(line) for line in result.stdout.splitlines()]
+    assert last["error"]["status"] == "UNAVAILABLE"
     assert len(lines) > 1 and all(line["version"] == "0.1.0" for line in lines)
     refused = cli("stats", "5", "--address", daemon.address)
     assert refused.exit_code == 2 and "prefixd stats --watch 5" in refused.stderr
@@ -626,6 +627,6 @@ def test_serve_refuses_what_cannot_work_in_one_line(cli: Cli, arguments: list[st
 
 def test_a_demo_whose_figures_cannot_be_written_ends_before_it_begins(cli: Cli, tmp_path: Any) -> None:
     for path in (tmp_path, tmp_path / "none" / "demo.json"):
-        result = cli("demo", "--json", str(path))
+        result = cli("demo", "--out", str(path))
         assert result.exit_code == 1
         assert result.stderr.startswith(f"prefixd: cannot write to {path}") and result.stderr.count("\n") == 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixd.base.sampling import BeamSearch, Sampling
+from prefixd.cli.completions import complete_models
 from prefixd.cli.connect import Address, connected, run
 from prefixd.cli.failures import WrongUsage, examples
 from prefixd.cli.named_prefix import parse_token_ids
@@ -124,7 +125,12 @@ class RequestOptions:
     ] = None
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", show_default=False, help="One of the daemon's models; by default its first."),
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            autocompletion=complete_models,
+            help="One of the daemon's models; by default its first.",
+        ),
     ] = ""
     retain: Annotated[
         list[str] | None,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 256GiB --disk 4TiB",
     "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 64GiB,256GiB --disk 0,1TiB,4TiB "
-    "--sweep --json plan.json --plot plan.png",
+    "--sweep --out plan.json --plot plan.png",
     "prefixd plan --trace million.jsonl --model llama-3-8b --gpu 40GiB --cpu 256GiB --timed 20000",
 )
 
@@ -188,8 +188,10 @@ def plan_command(
         typer.Option(min=1, show_default=False, help="Processes to use; by default one for each core."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", show_default=False, help="Write the figures to this file, as JSON."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON; errors too.")] = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", show_default=False, help="Draw the figures to this file.")
     ] = None,
@@ -209,6 +211,7 @@ def plan_command(
     """
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
     from prefixd.cli.demo.demo import check_writable
+    from prefixd.cli.output.json_values import print_json
     from prefixd.planner.hardware import PeakCosts, find_hardware, read_calibration
     from prefixd.planner.planned_models import find_model
     from prefixd.planner.plots import check_drawable
@@ -273,11 +276,14 @@ def plan_command(
         points, drawn = _run_plans(plans, len(found), jobs or len(os.sched_getaffinity(0)), limit, curve=curve)
     took_s = time.perf_counter() - began_s
     arrival_s = workload.requests[-1].arrival_s
-    _print_points(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found), arrival_s=arrival_s)
-    if drawn is not None:
-        _print_curve(drawn, chosen.token_bytes)
+    plain = _to_plain(points, assumptions, machine.model, trace, took_s) | {"curve": drawn and drawn.to_plain()}
+    if as_json:
+        print_json(plain)
+    else:
+        _print_points(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found), arrival_s=arrival_s)
+        if drawn is not None:
+            _print_curve(drawn, chosen.token_bytes)
     if json_file is not None:
-        plain = _to_plain(points, assumptions, machine.model, trace, took_s) | {"curve": drawn and drawn.to_plain()}
         json_file.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:
         from prefixd.planner.plots import draw_plan

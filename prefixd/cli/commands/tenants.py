@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixd.base.tiers import QUOTA_TIERS
+from prefixd.cli.completions import complete_tenants
 from prefixd.cli.connect import Address, Json, asks_daemon, connected, run
 from prefixd.cli.failures import CleanGroup, CommandFailed, examples, paragraphs
 
@@ -25,7 +26,10 @@ app = typer.Typer(
 
 def list_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", show_default=False, help="One tenant; all by default.")
+        str | None,
+        typer.Argument(
+            metavar="NAME", show_default=False, autocompletion=complete_tenants, help="One tenant; all by default."
+        ),
     ] = None,
     address: Address = None,
     as_json: Json = False,
@@ -110,7 +114,9 @@ def _limit(help_text: str, metavar: str = "COUNT", parser: Any = _parse_count) -
 
 
 def set_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="The tenant.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", show_default=False, autocompletion=complete_tenants, help="The tenant.")
+    ],
     gpu: Annotated[TierChange | None, _tier_option("gpu")] = None,
     cpu: Annotated[TierChange | None, _tier_option("cpu")] = None,
     disk: Annotated[TierChange | None, _tier_option("disk")] = None,

@@ -9,7 +9,8 @@ import typer
 
 from prefixd.base.sizes import as_size
 from prefixd.cli.connect import Address, Json, asks_daemon, connected, run
-from prefixd.cli.failures import CleanGroup, CommandFailed, examples, paragraphs
+from prefixd.cli.failures import EXIT_FAILED, CleanGroup, CommandFailed, examples, paragraphs
+from prefixd.cli.output.terminal import shown
 
 app = typer.Typer(
     cls=CleanGroup,
@@ -92,9 +93,11 @@ def resize_command(
             f"{answer.evicted_blocks:,} blocks left it, {answer.demoted_blocks:,} of them to a tier below"
         )
     if answer.unfinished:
-        raise CommandFailed(
-            f"the gpu tier has {answer.nbytes} bytes instead of {answer.target_bytes}: {answer.unfinished}"
-        )
+        why = f"the gpu tier has {answer.nbytes} bytes instead of {answer.target_bytes}: {answer.unfinished}"
+        if not as_json:
+            raise CommandFailed(why)
+        typer.echo(f"prefixd: {shown(why)}", err=True)  # stdout has the answer, in which `unfinished` says so
+        raise typer.Exit(EXIT_FAILED)
 
 
 app.command(

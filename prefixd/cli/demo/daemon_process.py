@@ -214,6 +214,8 @@ class DaemonProcess:
             ready: dict[str, Any] = json.loads(line)
         except ValueError as error:
             raise DaemonFailed(f"the daemon printed {line[:200]!r}, which is not JSON") from error
+        if "error" in ready:
+            raise DaemonFailed(f"the daemon ended before it was ready{self.last_words()}")
         return ready
 
     def _end(self, how: signal.Signals) -> int | None:

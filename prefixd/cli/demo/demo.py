@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefixd.workloads.latency_figures import Figures
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
-EXAMPLES = examples("prefixd demo", "prefixd demo --prefixes 8 --requests 24 --json demo.json")
+EXAMPLES = examples("prefixd demo", "prefixd demo --prefixes 8 --requests 24 --json | jq '.configs[].requests_per_s'")
 
 RESTARTED = "restarted"
 
@@ -32,8 +32,9 @@ def demo_command(
     seed: Annotated[int, typer.Option(help="Seed of prefixes, bodies and choices.")] = 0,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", show_default=False, help="Also write the figures to this file."),
+        typer.Option("--out", metavar="FILE", show_default=False, help="Also write the figures to this file, as JSON."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON; errors too.")] = False,
 ) -> None:
     """Start a daemon with a small random model, show how much faster the cache makes it, and restart it.
 
@@ -43,6 +44,7 @@ def demo_command(
     """
     require("worker", "prefixd demo")
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
+    from prefixd.cli.output.json_values import print_json
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
     if json_file is not None:
@@ -55,9 +57,12 @@ def demo_command(
     tiers = TierSizes(gpu_prefixes=max(2, prefixes // 8), cpu_prefixes=max(2, prefixes // 4), disk_prefixes=prefixes)
     with ended_by_sigterm():
         figures = _demo(workload, tiers)
-    _print_result(figures, workload, tiers)
+    if as_json:
+        print_json(_to_plain(figures))
+    else:
+        _print_result(figures, workload, tiers)
     if json_file is not None:
-        _write(json_file, figures)
+        json_file.write_text(json.dumps(_to_plain(figures), indent=2) + "\n", encoding="utf-8")
 
 
 def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
@@ -130,12 +135,11 @@ def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: Tie
     )
 
 
-def _write(path: Path, figures: Sequence[Figures]) -> None:
-    answers: dict[str, Any] = {
+def _to_plain(figures: Sequence[Figures]) -> dict[str, Any]:
+    return {
         "same_answers": len({run.output_digest for run in figures}) == 1,
         "configs": [run.to_plain() for run in figures],
     }
-    path.write_text(json.dumps(answers, indent=2) + "\n", encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:

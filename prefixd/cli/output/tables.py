@@ -281,6 +281,12 @@ def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterabl
         out.print(Text(f"  {trouble.remedy}"))
     if not integrity.troubles:
         out.print("[green]ok[/] no tier is in trouble")
+    print_checks(checks)
+
+
+def print_checks(checks: Iterable[Check]) -> None:
+    """Prints findings about the machine, each with its remedy if there is one."""
+    out = console()
     for check in checks:
         line = shown(f"{check.name}: {check.found}")
         if check.remedy:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefixd.cli import machine_checks
+from prefixd.cli import host_checks, machine_checks
 from prefixd.cli.commands import doctor
-from prefixd.server.startup import set_aside_index
+from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, cache_pb2
 
 Cli = Callable[..., Any]
@@ -19,7 +20,7 @@ Cli = Callable[..., Any]
 
 def test_what_adds_up_and_what_is_in_trouble(cli: Cli, daemon: Any) -> None:
     done = cli("doctor", "--address", daemon.address)
-    assert done.exit_code == 0, "a trouble is not a violation"
+    assert done.exit_code == doctor.EXIT_DEGRADED, "a trouble is not a violation"
     for words in (
         "ok everything adds up: 4,096 blocks, 512 slots in memory, 1 sessions, 3 leases, 0 reservations",
         "blocks held by: lease 12-ab (4,000), write-back (7)",
@@ -30,28 +31,65 @@ def test_what_adds_up_and_what_is_in_trouble(cli: Cli, daemon: Any) -> None:
         assert words in done.stdout
 
 
-def test_a_violation_is_status_1(cli: Cli, daemon: Any) -> None:
+def test_a_violation_has_a_status_of_its_own(cli: Cli, daemon: Any) -> None:
     daemon.damage = True
     done = cli("doctor", "--address", daemon.address)
-    assert done.exit_code == 1
+    assert done.exit_code == doctor.EXIT_VIOLATED
     assert "does not add up" in done.stdout and "\n  cpu tier: slots with several owners: 4096\n" in done.stdout
 
 
-def test_a_worker_that_was_given_up_is_status_1(cli: Cli, daemon: Any) -> None:
+def test_all_is_well_is_status_0_until_a_worker_was_given_up(cli: Cli, daemon: Any) -> None:
+    daemon.troubles = False
+    assert cli("doctor", "--address", daemon.address).exit_code == 0
     daemon.worker_error = "gpu.bytes = 1 holds 0 frames"
-    assert cli("doctor", "--address", daemon.address).exit_code == 1
-    assert cli("doctor", "--json", "--address", daemon.address).exit_code == 1
+    for arguments in ([], ["--json"]):
+        assert cli("doctor", *arguments, "--address", daemon.address).exit_code == doctor.EXIT_DEGRADED
 
 
-def test_an_index_that_was_set_aside_is_status_1(cli: Cli, daemon: Any) -> None:
+def test_an_index_that_was_set_aside_is_degraded(cli: Cli, daemon: Any) -> None:
     daemon.set_aside = True
     done = cli("doctor", "--address", daemon.address)
-    assert done.exit_code == 1 and "40 blocks are lost" in done.stdout and "prefixd recover" in done.stdout
-    assert cli("doctor", "--json", "--address", daemon.address).exit_code == 1
+    assert done.exit_code == doctor.EXIT_DEGRADED
+    assert "40 blocks are lost" in done.stdout and "prefixd recover" in done.stdout
 
 
-def test_doctor_knows_the_troubles_name() -> None:
-    assert doctor.SET_ASIDE == set_aside_index.PART
+def test_without_a_daemon_the_host_is_checked(cli: Cli) -> None:
+    done = cli("doctor", "--set", "cpu.bytes=64MiB")
+    assert done.exit_code == doctor.EXIT_NO_DAEMON and "no answer from the daemon" in done.stderr
+    for words in ("ok configuration: no file", "ok packages: ", "memory: the daemon needs 160.0 MiB", "kernel: linux"):
+        assert words in done.stdout
+    plain = cli("doctor", "--json")
+    assert plain.exit_code == doctor.EXIT_NO_DAEMON
+    found = json.loads(plain.stdout)
+    assert found["error"]["status"] == "UNAVAILABLE" and "prefixd serve" in found["error"]["remedy"]
+    assert {check["name"] for check in found["environment"]} >= {"configuration", "disk", "direct I/O", "kernel"}
+    elsewhere = cli("doctor", "--address", "127.0.0.1:1")
+    assert elsewhere.exit_code == doctor.EXIT_NO_DAEMON and not elsewhere.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("cpu.bytes=900TB", "configuration: no file, the defaults are used; a daemon would not start: cpu.bytes = "),
+        ("disk.bytes=900TB", "free space there, lower disk.bytes by"),
+        ("worker.model=/no/model", "worker.model = /no/model is not a directory"),
+        ("cache.eviction=best", "configuration: cache.eviction"),
+    ],
+)
+def test_a_host_that_does_not_suit_has_remedies(cli: Cli, given: str, words: str) -> None:
+    done = cli("doctor", "--host", "--set", given)
+    assert done.exit_code == doctor.EXIT_DEGRADED and words in done.stdout
+
+
+@pytest.mark.parametrize(("kind", "word"), [("tmpfs", "this is memory"), ("nfs4", "choose a local disk")])
+def test_a_disk_tier_in_the_wrong_place(tmp_path: Path, kind: str, word: str) -> None:
+    device = tmp_path.stat().st_dev
+    (tmp_path / "proc/self").mkdir(parents=True)
+    mount = f"29 1 {os.major(device)}:{os.minor(device)} / / rw shared:1 - {kind} x rw\n"
+    (tmp_path / "proc/self/mountinfo").write_text(mount)
+    settings = Settings.load(None, {"data_dir": tmp_path, "cpu.bytes": "1MiB", "disk.bytes": "1MiB"})
+    checks = {check.name: check for check in host_checks.check_host(settings, None, tmp_path)}
+    assert kind in checks["disk"].found and word in checks["disk"].remedy
 
 
 def test_as_json(cli: Cli, daemon: Any) -> None:

@@ -34,7 +34,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_a_plan_says_what_is_found_and_what_it_assumes(cli: Cli, trace: Path, tmp_path: Path) -> None:
-    done = cli("plan", "--trace", str(trace), *MACHINE, "--cpu", "4GiB", "--disk", "8GiB", "--json", "plan.json")
+    done = cli("plan", "--trace", str(trace), *MACHINE, "--cpu", "4GiB", "--disk", "8GiB", "--out", "plan.json")
     assert done.exit_code == 0, done.stderr
     for words in (
         "Assumed:",
@@ -58,7 +58,7 @@ def test_a_plan_says_what_is_found_and_what_it_assumes(cli: Cli, trace: Path, tm
 def test_a_sweep_says_how_much_is_enough(cli: Cli, trace: Path, tmp_path: Path) -> None:
     done = cli(
         *("plan", "--trace", str(trace), *MACHINE, "--sweep", "--cpu", "1GiB,4GiB", "--disk", "0"),
-        *("--policy", "fcfs", "--no-curve", "--jobs", "2", "--json", "plan.json", "--plot", "plan.png"),
+        *("--policy", "fcfs", "--no-curve", "--jobs", "2", "--out", "plan.json", "--plot", "plan.png"),
     )
     assert done.exit_code == 0, done.stderr
     assert "Enough: 1.0 GiB of CPU memory" in done.stdout
@@ -90,7 +90,7 @@ def test_a_sweep_names_the_policy_with_the_soonest_first_token(
 
 
 def test_the_curve_is_of_all_requests_where_only_some_are_timed(cli: Cli, trace: Path, tmp_path: Path) -> None:
-    words = ("plan", "--trace", str(trace), *MACHINE, "--cpu", "1GiB", "--json", "plan.json", "--jobs", "1")
+    words = ("plan", "--trace", str(trace), *MACHINE, "--cpu", "1GiB", "--out", "plan.json", "--jobs", "1")
     done = cli(*words, "--timed", "4")
     assert done.exit_code == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -113,7 +113,7 @@ def test_the_curve_is_of_all_requests_where_only_some_are_timed(cli: Cli, trace:
         (("--cpu", "1GiB", "--gpu", "1000000TiB"), "at most 4,194,304 are planned"),
         (("--cpu", "1GiB", "--hardware", "h10"), "did you mean h100?"),
         (("--cpu", "1GiB", "--calibration", "none.json"), "make one with `prefixd doctor --calibrate"),
-        (("--cpu", "1GiB", "--json", "no/dir/plan.json"), "cannot write to"),
+        (("--cpu", "1GiB", "--out", "no/dir/plan.json"), "cannot write to"),
         (("--cpu", "1GiB", "--gpu", "64MiB"), "the smallest request needs 2"),
         (("--cpu", "4KiB"), "cpu.bytes = 4096 holds no block"),
         (("--cpu", "200"), "write a unit, such as 200GiB"),

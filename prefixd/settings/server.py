@@ -107,10 +107,11 @@ class ServerSettings(Section):
     """Open the TCP port without TLS, also on loopback: all clients that reach it may use it, and others can read and
     change the traffic on the way. With tokens only their holders may use it, but the tokens can be read on the way."""
     tokens: AbsolutePath | None = None
-    """File (mode 0600) of bearer tokens for the TCP port and the HTTP ports: lines `name role token [tenant]`, and
-    comments that begin with `#`. The role client opens PrefixCache and Inference, metrics the figures, admin those and
-    Admin; health is open to all. A token without a tenant belongs to the tenant default. The daemon reads the file
-    again within 2 s of a change; while it cannot be used, the tokens read before stay valid."""
+    """File (mode 0600; of root with the daemon's group: 0440) of bearer tokens for the TCP port and the HTTP ports:
+    lines `name role token [tenant]`, and comments that begin with `#`. The role client opens PrefixCache and
+    Inference, metrics the figures, admin those and Admin; health is open to all. A token without a tenant belongs to
+    the tenant default. The daemon reads the file again within 2 s of a change; while it cannot be used, the tokens
+    read before stay valid."""
     admin_uids: Annotated[tuple[UserId, ...], BeforeValidator(listed_numbers)] = ()
     """User ids of this host that are operators at the unix socket, beside root and the daemon's user: they use Admin
     and map the memory. All other users that may connect are clients."""

@@ -165,6 +165,15 @@ def make_private(name: str, directory: Path) -> None:
         log.warning("%s = %s was open to other users (mode %04o) and is private now", name, directory, mode)
 
 
+def is_secret(found: os.stat_result) -> bool:
+    """True for a file that only this user can use, beside root: it has the mode 0600, or root owns it and lets the
+    daemon's own group read it (0440), as Kubernetes does with a Secret for a pod's `fsGroup`."""
+    others = stat.S_IMODE(found.st_mode) & _OTHERS
+    if found.st_uid == 0 and found.st_gid == os.getegid() != 0:
+        others &= ~stat.S_IRGRP
+    return found.st_uid in (0, os.geteuid()) and not others
+
+
 def check_folder(name: str, folder: Path) -> None:
     """Checks the folder of the file that the setting `name` gives: only root, this user and its own group may be able
     to replace files in it. A directory such as /tmp, in which only the owner of a file can remove it, is fine.

@@ -23,6 +23,7 @@ import aiofiles.os
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenancy.tenants import DEFAULT, Role, check_tenant_name
 from prefixd.cache import Troubles
+from prefixd.server.access.socket_access import is_secret
 from prefixd_swap import SwapError, started_threads
 
 log = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ async def read_tokens(path: Path, threads: Executor | None = None) -> tuple[Toke
             f"server.tokens = {path} is no text in UTF-8; write lines of `name role token [tenant]`"
         ) from error
     mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in (0, os.geteuid()) or mode & 0o077:
+    if not is_secret(found):
         raise ConfigError(
             f"server.tokens = {path} (mode {mode:04o}, of user {found.st_uid}) must be the daemon's alone; "
             f"run `chown {os.geteuid()} {path}` and `chmod 600 {path}`"

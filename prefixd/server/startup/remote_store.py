@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.extras import require
+from prefixd.server.access.socket_access import is_secret
 from prefixd.settings import RemoteSettings
 from prefixd_swap import CpuArena, StorageError
 from prefixd_swap.stores import MooncakeOptions, S3Options, StoreOptions, ValkeyOptions, open_store
@@ -147,7 +148,7 @@ def _read_secret(name: str, path: Path, least_bytes: int) -> bytes:
     except OSError as error:
         raise ConfigError(f"{name} = {path}: {error.strerror}; give a file that the daemon can read") from error
     mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in (0, os.geteuid()) or mode & 0o077:
+    if not is_secret(found):
         raise ConfigError(
             f"{name} = {path} (mode {mode:04o}, of user {found.st_uid}) must be the daemon's alone; chmod 600 {path}"
         )

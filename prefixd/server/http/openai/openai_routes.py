@@ -96,35 +96,37 @@ class OpenAIRoutes:
 
         @functools.wraps(answer)
         async def endpoint(request: Request) -> Response:
-            caller: Caller | None = None
+            call = await self._let_in(method, request)
+            if isinstance(call, ErrorAnswer):
+                return call.response(_client_id(request))
             try:
-                caller = self._callers.identify(request)
-                return await answer(request, await self._let_in(method, request, caller))
-            except UnknownCallerError as error:
-                await self._callers.refuse_turn(request, error)
-                how = f"{error}; send `Authorization: Bearer TOKEN`"
-                refusal = ErrorAnswer(401, how, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+                return await answer(request, call)
             except Exception as error:
                 refusal = answer_of(error)
-            if refusal.status == 429 and caller is not None:
-                await self._callers.pace_refusal(request, caller)
+            if refusal.status == 429:
+                await self._callers.pace_refusal(request, call.caller)
             return refusal.response(_client_id(request))
 
         return endpoint
 
-    async def _let_in(self, method: str, request: Request, caller: Caller) -> Call:
-        """Counts a call until its answer is sent. Raises PermissionDeniedError and ExhaustedError."""
-        if caller.role is Role.METRICS:
-            why = f"{caller.name} has the role metrics; use a token with the role client or admin"
-            await self._callers.refuse_turn(request, why, caller)
-            raise PermissionDeniedError(why)
-        task = asyncio.current_task()
-        assert task is not None
+    async def _let_in(self, method: str, request: Request) -> Call | ErrorAnswer:
+        """Counts a call until its answer is sent, or returns why its caller may not have it, once that may be told."""
+        caller: Caller | None = None
         try:
+            caller = self._callers.identify(request)
+            if caller.role is Role.METRICS:
+                why = f"{caller.name} has the role metrics; use a token with the role client or admin"
+                raise PermissionDeniedError(why)
+            task = asyncio.current_task()
+            assert task is not None
             call = self._limits.begin(method, caller, task)
-        except ExhaustedError as error:
+        except UnknownCallerError as error:
+            await self._callers.refuse_turn(request, error)
+            how = f"{error}; send `Authorization: Bearer TOKEN`"
+            return ErrorAnswer(401, how, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+        except (PermissionDeniedError, ExhaustedError) as error:
             await self._callers.refuse_turn(request, error, caller)
-            raise
+            return answer_of(error)
         CURRENT_CALL.set(call)
         self._callers.let_in(caller)
         return call

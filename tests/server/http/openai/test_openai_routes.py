@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from prefixd.base.errors import UnavailableError
+from prefixd.cache import TieredCache
 from prefixd.server.http.openai import answers
 from prefixd.server.http.openai.chat_request import ChatRequest
 from prefixd.server.http.openai.completion_request import CompletionRequest
@@ -391,6 +392,33 @@ async def test_a_reader_that_is_too_slow_is_told(front: Front) -> None:
     reads.set()
     await answering
     assert b"reads too slowly" in sent[-3] and sent[-2:] == [b"data: [DONE]\n\n", b""]
+
+
+async def test_more_calls_than_a_tenant_may_have_are_refused(front: Front, cache: TieredCache) -> None:
+    front.dispatcher.answer = None
+    asked = [asyncio.create_task(front.http.post("/v1/completions", json={"prompt": "x"})) for _ in range(100)]
+    await until(lambda: len(front.dispatcher.submitted) == 100)
+    post = asyncio.create_task(front.http.post("/v1/completions", json={"prompt": "x"}))
+    refused = (await post).json()["error"]
+    assert refused["type"] == "rate_limit_error" and "calls of Generate are under way" in refused["message"]
+    assert front.callers.refused == [refused["message"]], "it is told once"
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert not cache.tenants.default.refused["unread_tokens"]
+
+
+async def test_an_answer_that_is_no_stream_counts_as_unread_to_its_end(front: Front) -> None:
+    front.dispatcher.answer = [NewTokens([1] * 50)]
+    unread = front.generation._unread
+    for stream, counted in ((True, 0), (False, 50)):
+        body = {"prompt": "x", "max_tokens": 99, "stream": stream}
+        asked = asyncio.create_task(front.http.post("/v1/completions", json=body))
+        await until(lambda: bool(front.dispatcher.submitted))
+        await until(lambda counted=counted: unread.total == counted)
+        front.dispatcher.submitted.pop().events.put_nowait(Ended("stop"))
+        assert (await asked).status_code == 200
+        assert unread.total == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -54,7 +54,7 @@ _CHANNEL = [
 ]
 # Namespaces of the well-behaved client: their ids are no secret, their salts are.
 _FOREIGN_NAMES = {spec.name for spec in NAMESPACES}
-_READING = {"Match", "Acquire", "Reserve", "Persist", "Prefetch", "Retain", "Get", "Put"}
+_READING = {"Match", "MatchMany", "Acquire", "Claim", "Reserve", "Persist", "Prefetch", "Retain", "Get", "Put"}
 
 # They go through all there is: called as often as the others, they would take most of the time.
 _THOROUGH = {"Verify", "CheckIntegrity", "Flush"}

@@ -73,7 +73,11 @@ def corrupt(raw: bytes, rng: random.Random) -> bytes:
 
 def _known(entry: FieldDescriptor, world: World) -> list[Any]:
     """What there is for a field of this name and type."""
-    kind = GetMessageClass(entry.message_type) if entry.message_type is not None else (str, bytes, int, list)
+    kind: Any
+    if entry.message_type is not None:
+        kind = GetMessageClass(entry.message_type)
+    else:
+        kind = (str, bytes, int, list) if entry.is_repeated else (type(entry.default_value), list)
     return [value for value in world.known.get(entry.name, ()) if isinstance(value, kind)]
 
 

@@ -43,6 +43,7 @@ _CAUSES = {
     "Cancel": "any none",
     "Stats": "any",
     "ListPrefixes": "any known",
+    "Warm": "any known room state none",
     "FindPrefix": "any known state none",
     "Inspect": "any known",
     "Pin": "any known",
@@ -106,7 +107,7 @@ def all_methods() -> list[Method]:
             method.name,
             method.input_type,
             method.client_streaming,
-            endless=method.name in ("OpenSession", "Watch", "WatchBlocks"),
+            endless=method.name in ("OpenSession", "RecordTrace", "Watch", "WatchBlocks"),
         )
         for service in (module.DESCRIPTOR.services_by_name[name] for module, name in files)
         for method in service.methods

@@ -1,9 +1,10 @@
-"""Bounds the bodies of requests, and ends the work for a client that has left."""
+"""Bounds the bodies of requests, sends answers in pieces, and ends the work for a client that has left."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,6 +14,8 @@ from prefixd.server.http.http_connection import HttpLimits
 log = logging.getLogger(__name__)
 
 _PATH_CHARACTERS = 100  # of a request's path in the log
+_PIECE_BYTES = 256 << 10
+"""Of an answer. A TLS transport takes a message of any size before it says that the client does not read."""
 
 
 class RequestBounds:
@@ -33,7 +36,7 @@ class RequestBounds:
         """Answers one request."""
         body = _Body(self, self._limits, _length(scope), receive)
         try:
-            await self._app(scope, body.receive, send)
+            await self._app(scope, body.receive, partial(_send_in_pieces, send))
         except asyncio.CancelledError:
             # The client has left, or the daemon ends: its connection is closed. Nobody awaits this task, and uvicorn
             # would log a traceback.
@@ -85,6 +88,16 @@ class _Body:
             raise HTTPException(
                 503, "the daemon holds as many requests' bodies as it may; send this again", {"Retry-After": "1"}
             )
+
+
+async def _send_in_pieces(send: Send, message: Message) -> None:
+    body = message.get("body", b"")
+    if len(body) <= _PIECE_BYTES:
+        await send(message)
+        return
+    for start in range(0, len(body), _PIECE_BYTES):
+        more = start + _PIECE_BYTES < len(body) or message.get("more_body", False)
+        await send({**message, "body": body[start : start + _PIECE_BYTES], "more_body": more})
 
 
 def _length(scope: Scope) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import ipaddress
 import re
@@ -17,6 +18,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -32,12 +34,15 @@ from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.token_file import TokenFile
 from prefixd.server.figures.figure_pages import FigurePages
 from prefixd.server.http.http_callers import HttpCallers
+from prefixd.server.http.http_connection import HttpLimits
+from prefixd.server.http.http_listener import HttpListener
 from prefixd.server.http.http_ports import HttpPorts, users_limits
 from prefixd.server.http.operator_routes import OperatorRoutes
 from prefixd.server.rpc.call_limits import Refusals
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2 as pb
 from prefixd_swap import OutOfMemoryError
+from tests.waiting import until
 
 PROMETHEUS, ENGINE, OPERATOR = "prometheus-" + "p" * 32, "engine-" + "e" * 32, "operator-" + "o" * 32
 
@@ -261,6 +266,29 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in names:
             certificate(name, issuer, signer, authority=False)
     return folder
+
+
+@pytest.mark.slow
+async def test_who_reads_no_answer_is_cut_off_under_tls(certificates: Path) -> None:
+    async def large(request: Request) -> Response:
+        return PlainTextResponse("x" * (16 << 20))  # more than the kernel takes for somebody who does not read
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    listener = HttpListener(Starlette(routes=[Route("/", large)]), HttpLimits(send_s=0.1), context)
+    url = f"https://127.0.0.1:{await listener.start('127.0.0.1', 0)}/"
+    trusting = ssl.create_default_context(cafile=certificates / "ca.pem")
+    async with httpx.AsyncClient(verify=trusting, trust_env=False) as client:
+        assert len((await client.get(url)).text) == 16 << 20
+    await until(lambda: not listener.connections)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].strip("/")), ssl=trusting)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await until(lambda: listener.connections)
+    await until(lambda: not listener.connections, 30)
+    writer.close()
+    await listener.close()
+    del reader
 
 
 @pytest.mark.slow

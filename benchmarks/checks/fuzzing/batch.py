@@ -439,6 +439,10 @@ class Batch:
             granted = cache_pb2.ReserveResponse.FromString(answer.messages[0]).reservation_id
             if granted:
                 self._grant(granted, session)
+        elif method.name == "Claim":
+            granted = cache_pb2.ClaimResponse.FromString(answer.messages[0]).claim_id
+            if granted:
+                self._grant(granted, session)
         elif method.name == "Pin":
             self._pinned.append(request.key)
 

@@ -27,6 +27,8 @@ _CAUSES = {
     "RegisterNamespace": "any known room taken",
     "Match": "any session",
     "MatchMany": "any session",
+    "Claim": "any session room quiet",  # it waits for another's claim
+    "MatchMany": "any session",
     "Claim": "any session room",
     "Acquire": "any session room",
     "Reserve": "any session room state",
@@ -46,6 +48,7 @@ _CAUSES = {
     "Warm": "any known room state none",
     "FindPrefix": "any known state none",
     "Inspect": "any known",
+    "Warm": "any known room",
     "Pin": "any known",
     "Unpin": "any known",
     "Evict": "any known state",

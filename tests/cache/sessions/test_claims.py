@@ -123,6 +123,19 @@ async def test_a_claim_keeps_nobody_from_anything(make_rig: MakeRig) -> None:
     assert await claimed(rig, [1, 2], other) == ClaimAnswer(2)
 
 
+async def test_of_a_very_long_prompt_the_first_missing_blocks_are_claimed(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=16)
+    monkeypatch.setattr(claims, "BLOCKS", 3)
+    await rig.put([1])
+    first = of(await claimed(rig, [1, 2, 3, 4, 5, 6]))
+    assert (first.first_block, first.end_block) == (1, 4)
+    call = await waiting(rig, [1, 2, 3, 4, 5, 6])
+    await rig.put([1, 2, 3, 4])
+    assert (of(await call).first_block, of(await call).end_block) == (4, 6), "who waited goes on with the rest"
+
+
 async def test_a_block_counts_once_all_ranks_have_committed_it(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.namespace = rig.register("two ranks", parts=2)

@@ -28,8 +28,6 @@ _CAUSES = {
     "Match": "any session",
     "MatchMany": "any session",
     "Claim": "any session room quiet",  # it waits for another's claim
-    "MatchMany": "any session",
-    "Claim": "any session room",
     "Acquire": "any session room",
     "Reserve": "any session room state",
     "Commit": "any session room state",

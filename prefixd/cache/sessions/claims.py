@@ -196,9 +196,7 @@ class ComputeClaims:
         while block < len(chain):
             if chain.hashed < (most := min(block + BLOCKS, len(chain))):
                 await _hash(chain, most)
-            other = self.covering(
-                session.tenant, namespace, chain, block
-            )  # no await from here to the claim or the wait
+            other = self.covering(session.tenant, namespace, chain, block)  # no await until claim or wait
             if other is None:
                 return ClaimAnswer(block, self._grant(session, namespace, chain, block, ttl_s))
             if other.session is session:

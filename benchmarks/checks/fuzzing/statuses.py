@@ -43,7 +43,6 @@ _CAUSES = {
     "Cancel": "any none",
     "Stats": "any",
     "ListPrefixes": "any known",
-    "Warm": "any known room state none",
     "FindPrefix": "any known state none",
     "Inspect": "any known",
     "Warm": "any known room",

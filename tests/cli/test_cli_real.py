@@ -217,6 +217,8 @@ def test_the_demo(prefixd: Prefixd, home: Path) -> None:
     assert "All answers are the same, token for token." in result.stdout
     assert "of the prefix tokens came from the blocks that were left on disk" in result.stdout
     assert "prefixd serve --embedded" in result.stdout
+    assert "requests/s)" in result.stdout and " won" in result.stdout
+    assert "up to about" in result.stderr and "to go" in result.stderr
     figures = json.loads((home / "demo.json").read_text())
     assert figures["same_answers"] is True
     names = ["no-cache", "fcfs", "fpf", "relaxed-fpf", "restarted"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cli.failures import CommandFailed, examples
 
 if TYPE_CHECKING:
-    from prefixd.cli.demo.runner import Progress
+    from prefixd.cli.output.progress import RichProgress
     from prefixd.workloads.latency_figures import Figures
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
@@ -44,6 +45,7 @@ def demo_command(
     """
     require("worker", "prefixd demo")
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
+    from prefixd.cli.demo.verdict import expected_s, minutes
     from prefixd.cli.output.json_values import print_json
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
@@ -55,6 +57,11 @@ def demo_command(
         raise CommandFailed(f"the demo needs a folder for its daemons: {error}; set TMPDIR to one") from error
     workload = TextAnalysis(prefixes=prefixes, requests=requests, prefix_tokens=prefix_tokens, seed=seed)
     tiers = TierSizes(gpu_prefixes=max(2, prefixes // 8), cpu_prefixes=max(2, prefixes // 4), disk_prefixes=prefixes)
+    typer.echo(
+        f"The demo runs the same {requests} requests five times, each on a daemon of its own: up to about "
+        f"{minutes(expected_s(workload))} on two cores.",
+        err=True,
+    )
     with ended_by_sigterm():
         figures = _demo(workload, tiers)
     if as_json:
@@ -77,12 +84,19 @@ def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
         return _run_all(workload, tiers, Path(directory), progress)
 
 
-def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: Progress) -> list[Figures]:
+def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: RichProgress) -> list[Figures]:
     from prefixd.cli.demo.runner import daemon_for, measure, run_config
+    from prefixd.cli.demo.verdict import left_s, minutes
     from prefixd.workloads.text_analysis import CONFIGS, serving_of
 
     *others, last = CONFIGS
-    figures = [run_config(config, workload, tiers, directory / config, progress=progress) for config in others]
+    figures: list[Figures] = []
+    for config in others:
+        began_s = time.monotonic()
+        figures.append(run_config(config, workload, tiers, directory / config, progress=progress))
+        if len(figures) == 1:  # without a cache, the longest run
+            left = minutes(left_s(time.monotonic() - began_s))
+            progress.say(f"{config}: {figures[0].requests_per_s:.1f} requests/s; about {left} to go")
     progress.begin(f"{last}: starting a daemon", 0)
     with daemon_for(serving_of(last), workload, tiers, directory / last) as daemon:
         figures.append(measure(last, daemon, workload, progress=progress))
@@ -93,6 +107,7 @@ def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress
 
 
 def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: TierSizes) -> None:
+    from prefixd.cli.demo.verdict import why_policy_won
     from prefixd.cli.output import grid
 
     out = grid.console()
@@ -122,6 +137,7 @@ def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: Tie
         out.print(f"[red]The answers differ from those without a cache: {', '.join(different)}[/]")
     else:
         out.print("[green]All answers are the same, token for token.[/]")
+    out.print(why_policy_won([run for run in figures if run.name not in (baseline.name, RESTARTED)]), markup=False)
     out.print(
         f"After the restart {1 - restarted.miss_rate:.0%} of the prefix tokens came from the blocks that were left on "
         "disk."

@@ -58,6 +58,10 @@ class RichProgress:
             self._console.print(text, markup=False, highlight=False)
         self._bar.reset(self._task, description=text, total=total or None)
 
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._console.print(text, markup=False, highlight=False)
+
     def add_bar(self, text: str) -> Callable[[int, int], None]:
         """Adds a second bar; returns a function to call with the amount done and the total, from any thread."""
         task = self._bar.add_task(text, total=None)

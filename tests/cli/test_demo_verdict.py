@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.cli.demo.verdict import expected_s, left_s, minutes, why_policy_won
+from prefixd.cli.demo.policy_verdict import expected_s, left_s, minutes, why_policy_won
 from prefixd.workloads.latency_figures import Figures, HitTokens, Quantiles
 from prefixd.workloads.text_analysis import TextAnalysis
 

@@ -45,7 +45,7 @@ def demo_command(
     """
     require("worker", "prefixd demo")
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
-    from prefixd.cli.demo.verdict import expected_s, minutes
+    from prefixd.cli.demo.policy_verdict import expected_s, minutes
     from prefixd.cli.output.json_values import print_json
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
@@ -85,8 +85,8 @@ def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
 
 
 def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: RichProgress) -> list[Figures]:
+    from prefixd.cli.demo.policy_verdict import left_s, minutes
     from prefixd.cli.demo.runner import daemon_for, measure, run_config
-    from prefixd.cli.demo.verdict import left_s, minutes
     from prefixd.workloads.text_analysis import CONFIGS, serving_of
 
     *others, last = CONFIGS
@@ -107,7 +107,7 @@ def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress
 
 
 def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: TierSizes) -> None:
-    from prefixd.cli.demo.verdict import why_policy_won
+    from prefixd.cli.demo.policy_verdict import why_policy_won
     from prefixd.cli.output import grid
 
     out = grid.console()

@@ -37,9 +37,6 @@ from prefixd.server.figures.history import Counters, History
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
-from prefixd.server.http.http_ports import HttpPorts
-from prefixd.server.http.openai import OpenAIRoutes
-from prefixd.server.http.operator_routes import OperatorRoutes
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.rpc.door import finish_work
 from prefixd.server.rpc.health_service import Health
@@ -348,6 +345,11 @@ class Daemon:
         server, listeners = self.settings.server, self._listeners
         if server.metrics is None and server.http is None:
             return None, None
+        # Only now, since a daemon without an HTTP port spares their memory.
+        from prefixd.server.http.http_ports import HttpPorts
+        from prefixd.server.http.openai import OpenAIRoutes
+        from prefixd.server.http.operator_routes import OperatorRoutes
+
         try:
             pages = FigurePages(snapshot.take)
         except SwapError as error:

@@ -17,7 +17,12 @@ log = logging.getLogger(__name__)
 
 PART = "settings"
 """The part that `Troubles` names while the settings cannot be used."""
-_READ_AGAIN = ("server.allow_uids", "server.admin_uids", "server.admin_certificates")
+_READ_AGAIN = (
+    "server.allow_uids",
+    "server.admin_uids",
+    "server.admin_certificates",
+    "server.metrics_certificates",
+)
 
 
 class SettingsReload:

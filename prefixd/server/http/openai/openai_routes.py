@@ -216,6 +216,9 @@ def _with_call(
 
 async def _receive_body(request: Request, call: Call) -> bytes:
     """The body, received when its turn has come. Raises HTTPException and ExhaustedError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page in a user's browser can send any other type to a port of the user's host
+        raise HTTPException(415, f"the Content-Type is {kind[:100] or 'missing'}; send application/json")
     too_large = HTTPException(413, f"the request has more than {MOST_BODY} bytes; send less")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > MOST_BODY:

@@ -34,6 +34,7 @@ from prefixd_scheduler import QueueFullError
 from tests.hello import hello
 
 CONTEXT = 2048
+JSON = {"Content-Type": "application/json"}
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -182,7 +183,7 @@ async def make_front(cache: TieredCache) -> AsyncIterator[Callable[..., Front]]:
         generation, callers = Generation(cache, models, draining, lambda: 5.0), FakeCallers(cache)
         routes = OpenAIRoutes(generation, callers, CallLimits(cache.tenants, 100)).routes()
         app = Starlette(routes=routes)
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://prefixd")
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://prefixd", headers=JSON)
         client = AsyncOpenAI(api_key="client", base_url="http://prefixd/v1", http_client=http, max_retries=0)
         return Front(dispatcher, generation, callers, draining, app, http, client)
 

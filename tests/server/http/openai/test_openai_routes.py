@@ -306,6 +306,14 @@ async def test_what_is_no_request_is_refused(front: Front) -> None:
     assert (await front.http.get("/v1/embeddings")).json()["error"]["message"].startswith("there is no GET /v1/embed")
 
 
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; x=y"])
+async def test_a_page_in_a_browser_cannot_send_a_request(front: Front, kind: str) -> None:
+    """It may send these types to any port without asking that port first."""
+    error = await front.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": kind})
+    assert error.status_code == 415 and "send application/json" in error.json()["error"]["message"]
+    assert not front.dispatcher.submitted
+
+
 async def test_any_json_gets_an_answer_or_a_clear_error(front: Front) -> None:
     rnd = random.Random(4)
     values: list[Any] = [None, True, 0, -1, 1 << 70, 1e308, 0.5, "", "x", "\0", "\ud800", [], [[]], [0], {}, {"a": 1}]
@@ -382,7 +390,8 @@ async def test_a_reader_that_is_too_slow_is_told(front: Front) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b'{"prompt": "x", "stream": true, "max_tokens": 2000}'}
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json; charset=utf-8")]
     answering = asyncio.create_task(front.app(scope, receive, send))
     await until(lambda: bool(front.dispatcher.submitted))
     for _ in range(70):

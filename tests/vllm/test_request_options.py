@@ -117,3 +117,23 @@ def test_a_refusal_of_the_daemon_costs_the_retention_alone(make_steps: MakeSteps
     assert (sum(job.blocks for job in saves), loaded) == (1, 2)
     wait_until(lambda: steps.half._complained_s > 0, "nobody was told")
     assert priorities(steps, prompt)[:2] == [0, 0]
+
+
+def test_the_callers_span_goes_with_loads_and_saves(make_steps: MakeSteps) -> None:
+    steps = make_steps()
+    prompt = make_prompt(504, PROMPT)
+    steps.cached(prompt[:64])
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
+    headers = {"traceparent": parent}
+    steps.scheduler.add_request(Request("r", prompt, sampling, None, block_hasher=steps.hasher, trace_headers=headers))
+    lookup = steps.half.lookups._lookups["r"]
+    wait_until(lambda: lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
+    found = {lookup.traceparent}
+    while "r" in steps.scheduler.requests:
+        output, orders = steps.schedule()
+        found |= {job.traceparent for job in (*orders.loads, *orders.saves)}
+        outcomes = steps.do(orders.saves)
+        outcomes.merge(Outcomes({job.request_id: (1, LoadOutcome(1, 0.1, 0)) for job in orders.loads}))
+        steps.answer(output, outcomes, finished_recving={job.request_id for job in orders.loads})
+    assert found == {parent}

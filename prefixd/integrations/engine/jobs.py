@@ -31,6 +31,8 @@ class LoadJob:
     """True: the next step computes on the bytes, layer by layer. False: the request waits outside the batch."""
     found: MatchResult | None = None
     """The match that counted the prompt as asked for; the daemon counts the loaded part as found. None: counted."""
+    traceparent: str = ""
+    """The span of the engine's caller; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class SaveJob:
     """Priorities of the prompt's blocks."""
     request_id: str = ""
     """The engine's request."""
+    traceparent: str = ""
+    """The span of the engine's caller; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

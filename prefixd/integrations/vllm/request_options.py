@@ -78,6 +78,14 @@ def read_request_options(params: object, prompt_tokens: int) -> tuple[RequestOpt
     return RequestOptions(read_only, retention), [*wrong, *refusal]
 
 
+def traceparent_of(request: Any) -> str:
+    """Returns the header `traceparent` of a request of vLLM, which its server keeps with `--otlp-traces-endpoint`;
+    empty without one."""
+    headers = getattr(request, "trace_headers", None)
+    value = headers.get("traceparent", "") if isinstance(headers, Mapping) else ""
+    return value if isinstance(value, str) else ""
+
+
 def _read_retention(asked: Any, prompt_tokens: int) -> tuple[tuple[Retention, ...], list[str]]:
     if isinstance(asked, list) and len(asked) > _MOST_RANGES:
         return (), [f"retention has {len(asked)} ranges; send at most {_MOST_RANGES}"]

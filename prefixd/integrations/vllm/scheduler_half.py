@@ -34,7 +34,12 @@ from prefixd.integrations.vllm.naming.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.naming.media_content import MediaContents, RequestMedia
 from prefixd.integrations.vllm.naming.model_name import Adapters, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd.integrations.vllm.request_options import NO_REQUEST_OPTIONS, RequestOptions, read_request_options
+from prefixd.integrations.vllm.request_options import (
+    NO_REQUEST_OPTIONS,
+    RequestOptions,
+    read_request_options,
+    traceparent_of,
+)
 from prefixd.integrations.vllm.step_messages import Orders, Report
 from prefixd_scheduler import CostModel, Distance, LookAhead, Regret
 
@@ -183,7 +188,8 @@ class SchedulerHalf:
             self._warn_rarely(
                 "prefixd: of the kv_transfer_params of request %r is ignored: %s", request.request_id, "; ".join(wrong)
             )
-        self.lookups.add(request.request_id, spec, self._known_tokens(request, tokens), saved=not options.read_only)
+        known, caller = self._known_tokens(request, tokens), traceparent_of(request)
+        self.lookups.add(request.request_id, spec, known, saved=not options.read_only, traceparent=caller)
 
     def find_prefix(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         if request.request_id in self._unnamed:
@@ -452,6 +458,7 @@ class SchedulerHalf:
             tuple(ids),
             self._options.load == "layerwise",
             self.lookups.take_counted_match(request.request_id),
+            traceparent_of(request),
         )
 
     def _advance(
@@ -471,7 +478,8 @@ class SchedulerHalf:
                 return
             each = self._geometry.block_tokens // self.saves.hash_tokens
             branch = self._branches.follow(request.block_hashes[each - 1 :: each]) * self._geometry.block_tokens
-            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch, options.retention)
+            caller = traceparent_of(request)
+            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch, options.retention, caller)
         computed = min(request.num_computed_tokens + tokens, self._sure_tokens(request))
         self.saves.advance(request_id, self._engine_request(request), _Tables(request_id, tables_of), computed, states)
 

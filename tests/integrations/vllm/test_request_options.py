@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prefixd.client import Retention
-from prefixd.integrations.vllm.request_options import NO_REQUEST_OPTIONS, RequestOptions, read_request_options
+from prefixd.integrations.vllm.request_options import (
+    NO_REQUEST_OPTIONS,
+    RequestOptions,
+    read_request_options,
+    traceparent_of,
+)
 
 
 def test_both_are_read() -> None:
@@ -87,3 +93,17 @@ def test_what_is_said_is_short_and_one_line_whatever_was_sent() -> None:
         assert wrong and all(len(line) < 400 and line.isprintable() for line in wrong)
     _, wrong = read_request_options({"prefixd": {str(number): 1 for number in range(1000)}}, 100)
     assert len(wrong) == 3
+
+
+@pytest.mark.parametrize(
+    ("headers", "found"),
+    [
+        ({"traceparent": "00-a-b-01", "tracestate": "x=y"}, "00-a-b-01"),
+        ({"tracestate": "x=y"}, ""),
+        (None, ""),
+        ({"traceparent": 3}, ""),
+    ],
+)
+def test_the_callers_span_is_read(headers: object, found: str) -> None:
+    assert traceparent_of(SimpleNamespace(trace_headers=headers)) == found
+    assert traceparent_of(SimpleNamespace()) == ""

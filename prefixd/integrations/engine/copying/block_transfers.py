@@ -27,6 +27,7 @@ from prefixd.client import (
     ExhaustedError,
     LeaseLost,
     within_request,
+    within_trace,
 )
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.cuda_device import ArenaPin, Fence, computed_already, computing_stream
@@ -235,7 +236,7 @@ class Transfers:
 
     async def _acquire(self, job: LoadJob, done: int, most: int) -> AsyncLease:
         cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
-        with within_request(job.request_id):
+        with within_request(job.request_id), within_trace(job.traceparent):
             return await cache.acquire(
                 np.frombuffer(job.prefix.tokens, "<u4"),
                 first_block=job.first_block + done,
@@ -280,7 +281,7 @@ class Transfers:
             kept = Progress()
             try:
                 if groups:  # else another rank saves all of it
-                    with within_request(job.request_id):
+                    with within_request(job.request_id), within_trace(job.traceparent):
                         await self._save(job, groups, fence, kept)
             except (LinkDown, LeaseLost):
                 pass  # counted below as dropped

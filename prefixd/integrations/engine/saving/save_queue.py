@@ -56,6 +56,8 @@ class Saving:
     """Priorities of the prompt's blocks."""
     request_id: str = ""
     """The engine's request."""
+    traceparent: str = ""
+    """The span of the engine's caller; empty: unknown."""
     over: bool = False
     """The engine has freed bytes of `block` that every longer prefix needs."""
 
@@ -126,6 +128,7 @@ class SaveQueue:
         prompt_tokens: int,
         branch_tokens: int = 0,
         retention: tuple[Retention, ...] = (),
+        traceparent: str = "",
     ) -> None:
         """Begins to save a request's blocks, from the first uncached one on.
 
@@ -133,12 +136,15 @@ class SaveQueue:
             prompt_tokens: tokens that the request has now; later ones are generated.
             branch_tokens: tokens that earlier prompts share before the request parts from them; 0: not known.
             retention: priorities of the prompt's blocks.
+            traceparent: the span of the engine's caller; empty: unknown.
         """
         geometry = self.geometry
         first = cached_tokens // geometry.block_tokens
         prompt, branch = geometry.most_loadable(prompt_tokens), branch_tokens
         points = ResumePoints(prompt // geometry.block_tokens, self.every, branch // geometry.block_tokens)
-        self._requests[request_id] = Saving(spec, first, points, first, retention=retention, request_id=request_id)
+        self._requests[request_id] = Saving(
+            spec, first, points, first, retention=retention, request_id=request_id, traceparent=traceparent
+        )
 
     def advance(
         self,
@@ -322,6 +328,7 @@ class SaveQueue:
             tuple(tuple(ids) for ids in run.ids),
             saving.retention,
             saving.request_id,
+            saving.traceparent,
         )
         self._next_id += 1
         self._jobs[job.id] = _UnderWay(pinned, keys, self.geometry.ranks)

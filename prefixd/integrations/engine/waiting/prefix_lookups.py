@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, Tier, within_request
+from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, Tier, within_request, within_trace
 from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.waiting.computing_once import Claiming, ComputingOnce
@@ -80,6 +80,8 @@ class Lookup:
     """How long the daemon took for the lease, reading from disk included."""
     turn_s: float | None = None
     """When the engine first asked how much it can load."""
+    traceparent: str = ""
+    """The span of the engine's caller; empty: unknown."""
     leasing_s: float = 0.0
     """When the lease under way was asked for."""
     late_s: float | None = None
@@ -167,13 +169,16 @@ class Lookups:
             self._waiting.discard(request_id)
             self._look_ahead.handed_over(bool(self._waiting))
 
-    def add(self, request_id: str, spec: NamespaceSpec, tokens: Sequence[int], *, saved: bool = True) -> None:
+    def add(
+        self, request_id: str, spec: NamespaceSpec, tokens: Sequence[int], *, saved: bool = True, traceparent: str = ""
+    ) -> None:
         """Adds a request: starts a match of its prompt, and prefetches the prefix if it is among the next ones.
 
-        `saved`: what is computed of it will be saved, so that other engines may wait for it.
+        `saved`: what is computed of it will be saved, so that other engines may wait for it. `traceparent`: the span of
+        the engine's caller; empty: unknown.
         """
         self.forget(request_id)
-        lookup = Lookup(request_id, spec, self._usable(tokens), claims=saved)
+        lookup = Lookup(request_id, spec, self._usable(tokens), claims=saved, traceparent=traceparent)
         self._lookups[request_id] = lookup
         self._waiting.add(request_id)
         self._start_match(request_id, lookup)
@@ -428,7 +433,7 @@ class Lookups:
 
         async def acquire() -> AsyncLease:
             cache = await self._link.cache(lookup.spec)
-            with within_request(lookup.request_id):
+            with within_request(lookup.request_id), within_trace(lookup.traceparent):
                 lease = await cache.acquire(
                     lookup.tokens,
                     first_block=first_block,

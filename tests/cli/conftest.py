@@ -175,6 +175,12 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             blocks=[block],
         )
 
+    def Why(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.WhyResponse:
+        self._note(request, context)
+        sentence = "The first token came after 2.00 s."
+        info = admin_pb2.RequestInfo(id="r7-4be2a0", method="Generate", cause="evicted", sentence=sentence)
+        return admin_pb2.WhyResponse(requests=[info] if request.request_id or request.last > 1 else [])
+
     def Pin(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.PinResponse:
         self._note(request, context)
         return admin_pb2.PinResponse(blocks=32, durable=not self.no_disk, reason=self.no_disk)

@@ -27,6 +27,7 @@ COMMANDS = [
     "demo",
     "stats",
     "ls",
+    "why",
     "inspect",
     "pin",
     "unpin",

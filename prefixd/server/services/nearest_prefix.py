@@ -13,12 +13,12 @@ from prefixd.base.long_work.pacer import give_way
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.children import NO_ROW
 from prefixd.cache.index.keys.block_keys import xxh3_digest
-from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import Rows
 from prefixd.observability.explanations import Difference, Elsewhere
 from prefixd.observability.missing_blocks import MissingBlocks
 
 _MOST_SIBLINGS = 4096
+_COMPARED_AT_ONCE = 4096  # blocks, in 0.5 ms with 16 tokens each
 _MOST_NAMESPACES = 4096
 _NAMESPACES_AT_ONCE = 64
 
@@ -39,8 +39,9 @@ async def find_difference(cache: TieredCache, missing: MissingBlocks) -> Differe
         if each is None:
             continue
         if not missing.parent_key:
-            for part in slices(trie.rows):
-                rows = part.start + np.flatnonzero(trie.parent[part] == each.root)
+            for start in range(0, trie.rows, _COMPARED_AT_ONCE):
+                part = slice(start, min(start + _COMPARED_AT_ONCE, trie.rows))
+                rows = start + np.flatnonzero(trie.parent[part] == each.root)
                 best = _nearer(best, _compare(trie, rows[trie.namespace[rows] == each.ordinal], wanted))
                 await give_way()
         elif (parent := trie.find(each.ordinal, missing.parent_key)) is not None:

@@ -139,7 +139,7 @@ def main(options: harness.Options) -> harness.Outcome:
             shown = {name: ways for name, ways in result["models"].items() if any(figure in of for of in ways.values())}
             names = dict.fromkeys(way for ways in shown.values() for way in ways)
             values = {way: [ways.get(way, {}).get(figure, math.nan) for ways in shown.values()] for way in names}
-            bars(axes, list(shown), values, title)
+            bars(axes, list(shown), values, title, "model")
 
     return harness.Outcome(result, violations(result), [table], draw, len(TITLES))
 

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import ROOT
@@ -74,8 +75,9 @@ def _plot(figure: Figure, measured: Measured, folder: Path | None) -> None:
         return
     curve = measured.curve
 
-    def draw(axes: object) -> None:
+    def draw(axes: Any) -> None:
         curve.draw(axes)
+        axes.set_title(f"{figure.paper.name}, {figure.place}: {figure.shows}", fontsize=9, wrap=True)
 
     folder.mkdir(parents=True, exist_ok=True)
     harness.plot(folder / f"{figure.name}.png", draw)

@@ -245,7 +245,7 @@ def draw(panels: Sequence[Any], caches: dict[str, Any]) -> None:
     """A panel for each figure: medians of the rounds."""
     for axes, (figure, title) in zip(panels, TITLES.items(), strict=True):
         values = {LABELS[name]: [of[part][figure] for part in figures.PARTS] for name, of in caches.items()}
-        bars(axes, figures.PARTS, values, title)
+        bars(axes, figures.PARTS, values, title, "part of the load")
 
 
 @harness.benchmark(

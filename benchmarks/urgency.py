@@ -303,6 +303,7 @@ def draw(axes: Any, phases: Sequence[Phase]) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("wait of a demand load, ms")
     axes.set_ylabel("share of the loads")
+    axes.set_title("Waits of demand loads, with and without urgency")
     axes.legend()
 
 

@@ -231,13 +231,13 @@ def draw(panels: Sequence[Any], result: dict[str, Any]) -> None:
     def by_stage(figure: str, name: str) -> dict[str, list[float]]:
         return {engine: [stage[figure][name] for stage in run["stages"]] for engine, run in runs.items()}
 
-    bars(waits, stages, by_stage("ttft", "p50"), "Time to the first token, median, s")
+    bars(waits, stages, by_stage("ttft", "p50"), "Time to the first token, median, s", "stage")
     asked = {"asked": by_stage("prompt_tokens", "total")["vllm"]}
-    bars(tokens, stages, asked | by_stage("prompt_tokens", "computed"), "Prompt tokens computed")
+    bars(tokens, stages, asked | by_stage("prompt_tokens", "computed"), "Prompt tokens computed", "stage")
     nothing = result["nothing_to_hit"]
     cold = {"vllm": nothing["alone_requests_per_s"], "prefixd": nothing["prefixd_requests_per_s"]}
     both = {engine: [run["requests_per_s"], cold[engine]] for engine, run in runs.items()}
-    bars(rates, ["chat", "nothing to hit"], both, "Requests a second")
+    bars(rates, ["chat", "nothing to hit"], both, "Requests a second", "load")
 
 
 @harness.benchmark(

@@ -260,6 +260,7 @@ def draw(axes: Any, findings: Findings, warm_up_s: float) -> None:
     axes.axvspan(0, warm_up_s / 60, color="#dddddd", label="warm-up")
     axes.set_xlabel("minutes")
     axes.set_ylabel("resident memory, MiB")
+    axes.set_title("Memory, mappings and descriptors under load")
     axes.set_ylim(bottom=0)
     counts = axes.twinx()
     for samples, colour in ((findings.daemon, "#4477aa"), (findings.worker, "#ee6677")):

@@ -382,6 +382,8 @@ def main(options: harness.Options) -> harness.Outcome:
         axes.axvline(options.limit_ms, color="grey", linestyle="--", label="limit")
         axes.set_xscale("log")
         axes.set_xlabel(f"longest hold of the event loop at {options.blocks:,} blocks, ms of CPU time")
+        axes.set_ylabel("call")
+        axes.set_title("How long each call holds the event loop")
         axes.legend()
 
     columns = ("name", "longest_hold_ms", "longest_wait_ms", "longest_gc_ms", "bystander_p99_ms", "seconds")

@@ -8,8 +8,16 @@ from typing import Any
 Values = Sequence[float]
 
 
-def bars(axes: Any, groups: Sequence[str], series: Mapping[str, Values], title: str) -> None:
-    """Draws one bar of every series in each group, with its value; no bar for NaN."""
+def bars(axes: Any, groups: Sequence[str], series: Mapping[str, Values], title: str, x: str) -> None:
+    """Draws one bar of every series in each group, with its value; no bar for NaN.
+
+    Args:
+        axes: matplotlib's.
+        groups: names below the groups.
+        series: by name, a value for each group.
+        title: what is measured, and its unit: it stands above and at the axis of the values.
+        x: what the groups are.
+    """
     if not series:
         return
     width = 0.8 / len(series)
@@ -19,6 +27,8 @@ def bars(axes: Any, groups: Sequence[str], series: Mapping[str, Values], title: 
         axes.bar_label(made, list(map(_label, values)), fontsize=6)
     axes.set_xticks(range(len(groups)), groups, fontsize=8)
     axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(title, fontsize=8)
     axes.margins(y=0.15)
     axes.legend(frameon=False, fontsize=8)
 
@@ -29,7 +39,9 @@ def _label(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}" if value < 1 else f"{value:.3g}"
 
 
-def lines(axes: Any, series: Mapping[str, tuple[Values, Values]], x: str, y: str, legend: str | None = None) -> None:
+def lines(
+    axes: Any, series: Mapping[str, tuple[Values, Values]], x: str, y: str, title: str, legend: str | None = None
+) -> None:
     """Draws the lines; both axes are logarithmic."""
     for name, (places, values) in series.items():
         axes.plot(places, values, marker="o", label=name)
@@ -37,4 +49,5 @@ def lines(axes: Any, series: Mapping[str, tuple[Values, Values]], x: str, y: str
     axes.set_yscale("log")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+    axes.set_title(title, fontsize=10)
     axes.legend(title=legend, fontsize="small")

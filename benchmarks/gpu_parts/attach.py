@@ -161,7 +161,7 @@ def _draw(axes: Any, result: Mapping[str, Any]) -> None:
         points = [point for point in result["points"] if point["layout"] == layout]
         tokens = [point["tokens"] for point in points]
         series |= {f"{way}, {layout}": (tokens, [point[f"{way}_us"] / 1e3 for point in points]) for way in _WAYS}
-    lines(axes, series, "tokens of the prefix", "ms until it can be read")
+    lines(axes, series, "tokens of the prefix", "ms until it can be read", "Attaching a cached prefix to a request")
 
 
 def _in_chunks(chunk_bytes: int, way: str) -> Callable[[Mapping[str, Any]], float | None]:

@@ -172,7 +172,9 @@ def _draw(axes: Any, result: Mapping[str, Any]) -> None:
     for source in _SOURCES:
         points = [point for point in result["points"] if f"{source}_ms" in point]
         series[source] = [point["tokens"] for point in points], [point[f"{source}_ms"] for point in points]
-    lines(axes, series, "tokens of the prompt", "ms to the first token", "prefix")
+    lines(
+        axes, series, "tokens of the prompt", "ms to the first token", "First token by the tier of the prefix", "prefix"
+    )
 
 
 def _at(tokens: int, key: str, less: str | None = None) -> Callable[[Mapping[str, Any]], float | None]:

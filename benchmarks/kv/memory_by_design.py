@@ -91,6 +91,7 @@ def draw(axes: Any, results: Sequence[dict[str, Any]]) -> None:
         },
         "requests at a time",
         "MiB of KV",
+        "Memory that a batch's KV takes",
     )
 
 

@@ -155,4 +155,4 @@ def draw(axes: Any, result: Mapping[str, Any]) -> None:
         for arm, name in (("auto", "with the store"), ("recompute", "computed")):
             times = [point["ttft_ms"][arm] for point in points]
             series[f"{rate:g} Gbit/s, {name}"] = [point["tokens"] for point in points], times
-    lines(axes, series, "tokens of the prefix", "time to first token, ms")
+    lines(axes, series, "tokens of the prefix", "time to first token, ms", "A cold host, by the rate of the store")

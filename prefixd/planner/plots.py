@@ -44,8 +44,10 @@ def draw_plan(points: Sequence[Point], curve: Curve | None, token_bytes: int, fi
     hits.plot([best.disk_bytes / GIB], [100 * found.hit_rate], "k*", markersize=14, label="enough")
     if (most := points[0][1].achievable_hit_rate) is not None:
         hits.axhline(100 * most, color="grey", linestyle="--", label="without limits")
-    hits.set(xlabel="disk tier, GiB", ylabel="prompt tokens found, %", ylim=(0, None))
+    hits.set(xlabel="disk tier, GiB", ylabel="prompt tokens found, %", ylim=(0, None), title="Hits by the disk's size")
     waits.set(xlabel="disk tier, GiB", ylabel="time to first token, p50, s", ylim=(0, None))
+    waits.set(title="Wait for the first token")
+    waits.legend(title="CPU tier, policy, eviction", fontsize="small")
     hits.legend(title="CPU tier, policy, eviction", fontsize="small")
     if curve is not None:
         (axes,) = others
@@ -55,6 +57,7 @@ def draw_plan(points: Sequence[Point], curve: Curve | None, token_bytes: int, fi
             axes.plot(sizes, [100 * (1 - rate) for rate in rates], style, marker=".", label=policy)
         axes.axhline(100 * (1 - curve.most), color="grey", linestyle=":", label="without limits")
         axes.set(xlabel="one tier of so many GiB", ylabel="blocks not found, %", xscale="log", ylim=(0, 100))
+        axes.set(title="Misses by size and eviction policy")
         axes.legend(fontsize="small")
     try:
         figure.savefig(file, dpi=150)

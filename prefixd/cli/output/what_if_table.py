@@ -128,6 +128,7 @@ def draw_what_if(answer: pb.WhatIfResponse, file: Path) -> None:
         if tier.HasField("measured_hit_rate"):
             plot.plot([tier.nbytes / _GIB], [100 * tier.measured_hit_rate], "k*", label="measured")
         plot.set(xlabel=f"{grid.tier_name(tier.tier)} tier, GiB", ylabel="prompt tokens found, %", ylim=(0, 100))
+        plot.set_title(f"What a {grid.tier_name(tier.tier)} tier of another size would find", fontsize=10)
         plot.legend(fontsize="small")
     if not tiers:
         axes[0].set_title("not enough data yet")

@@ -15,7 +15,7 @@ class CacheOptions:
         default_ttl_s: lifetime of a lease by default.
         max_ttl_s: longest lifetime of a lease.
         max_sessions: sessions open at once.
-        max_grants: leases and reservations of one session at once.
+        max_grants: leases, reservations and claims of one session at once.
         namespace_bytes: the most memory of namespaces; beyond it the least recently used are forgotten.
         write_back: copy down ahead of need.
         scrub_bytes_per_s: the most that the scrubber reads from disk; 0: no scrubber in the background.

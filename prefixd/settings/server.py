@@ -125,7 +125,7 @@ class ServerSettings(Section):
     """The most sessions open at once; one more is refused. The daemon keeps some for each tenant (8, if there are
     enough), so that the others cannot take all; `sessions` of a tenant is a limit of its own."""
     max_grants: Count = 4096
-    """The most leases and reservations of one session at once; one more is refused."""
+    """The most leases, reservations and claims of one session at once; one more is refused."""
     namespace_bytes: Annotated[Bytes, Field(ge=1 << 16)] = 64 << 20
     """Memory for namespaces (a model and a salt each), some 2.5 KiB each. When it is full, the daemon forgets the least
     recently used ones with their blocks. If all are in use (leased, pinned, running), it refuses a client one more, and

@@ -42,7 +42,7 @@ class TenantSettings(Section):
     sessions: Count | None = None
     """The most sessions open at once."""
     grants: Count | None = None
-    """The most leases and reservations at once."""
+    """The most leases, reservations and claims at once."""
     namespaces: Count | None = None
     """The most namespaces (a model and a salt each) that are open in a session or have blocks."""
     waiting_requests: Count | None = None

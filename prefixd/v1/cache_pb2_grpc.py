@@ -222,7 +222,7 @@ class PrefixCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Gives leases and reservations a new lifetime from now; all of them or, with NOT_FOUND for one that has ended, none.
+        """Gives leases, reservations and claims a new lifetime from now; all of them or, with NOT_FOUND for one that has ended, none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -58,7 +58,7 @@ class Quota:
     Attributes:
         tiers: bytes of cached blocks and of reservations, by level.
         sessions: sessions open at once.
-        grants: leases and reservations at once, all sessions.
+        grants: leases, reservations and claims at once, all sessions.
         namespaces: namespaces at once that are open in a session, or have blocks.
         waiting_requests: requests (sequences) that wait in the queue.
         requests_per_s: calls of Generate a second; as many may come at once as in one second.

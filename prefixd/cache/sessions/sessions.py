@@ -315,11 +315,11 @@ class LeaseTable:
         if len(session.grants) >= self.max_grants:
             tenant.refused["grants"] += 1
             raise ExhaustedError(
-                f"session {session.id[:8]} of tenant {tenant.name} has {len(session.grants)} leases and reservations, "
-                "the most allowed (limit server.max_grants); release some, or have the operator raise it"
+                f"session {session.id[:8]} of tenant {tenant.name} has {len(session.grants)} leases, reservations and "
+                "claims, the most allowed (limit server.max_grants); release some, or have the operator raise it"
             )
         if tenant.quota.grants is not None:
-            tenant.check("grants", self.grants_of[tenant], "leases and reservations are held", "release some")
+            tenant.check("grants", self.grants_of[tenant], "leases, reservations and claims are held", "release some")
 
     def grant(self, grant: Grant) -> None:
         """Adds a grant to its session.

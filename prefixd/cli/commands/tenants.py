@@ -121,7 +121,7 @@ def set_command(
     cpu: Annotated[TierChange | None, _tier_option("cpu")] = None,
     disk: Annotated[TierChange | None, _tier_option("disk")] = None,
     sessions: Annotated[float | None, _limit("Most sessions open at once")] = None,
-    grants: Annotated[float | None, _limit("Most leases and reservations at once")] = None,
+    grants: Annotated[float | None, _limit("Most leases, reservations and claims at once")] = None,
     namespaces: Annotated[float | None, _limit("Most namespaces that are open or have blocks")] = None,
     waiting_requests: Annotated[float | None, _limit("Most requests that wait")] = None,
     requests_per_s: Annotated[float | None, _limit("Most calls of Generate a second", "RATE", _parse_rate)] = None,

@@ -234,7 +234,7 @@ test-routers: $(INSTALLED) $(ROUTERS_INSTALLED) $(VLLM_INSTALLED)
 # scripts start no service.
 $(OPERATOR_INSTALLED): $(INSTALLED) tests/operator/requirements.txt
 	$(call pip,$(VENV),-c constraints.txt -r tests/operator/requirements.txt)
-	@for each in promtool:prometheus chromium:chromium strace:strace; do \
+	@for each in promtool:prometheus chromium:chromium tmux:tmux strace:strace; do \
 		command -v $${each%%:*} >/dev/null && continue; \
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && RUNLEVEL=1 \
 			DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends $${each##*:} >/dev/null || \

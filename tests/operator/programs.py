@@ -18,6 +18,7 @@ _PLACES = {
     "promtool": ("Debian's package prometheus", None),
     "prometheus": ("Debian's package prometheus", None),
     "chromium": ("Debian's package chromium", None),
+    "tmux": ("Debian's package tmux", None),
     "strace": ("Debian's package strace", None),
     "systemd-analyze": ("Debian's package systemd", None),
     "aiperf": ("aiperf from PyPI (tests/operator/judges.txt)", ROOT / ".venv-judges" / "bin"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,18 +12,20 @@ import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
+from tests.operator.programs import find_program
 from tests.waiting import wait_until
 
 
 class Terminal:
     """A terminal of its own tmux server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, program: str, folder: Path) -> None:
+        self._program = program
         self._socket = folder / "tmux"
         self("new-session", "-d", "-x", "80", "-y", "24", "sh")
 
     def __call__(self, *arguments: str) -> str:
-        command = ["tmux", "-S", os.fspath(self._socket), "-f", os.devnull, *arguments]
+        command = [self._program, "-S", os.fspath(self._socket), "-f", os.devnull, *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
     def type(self, *keys: str) -> None:
@@ -40,9 +41,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed: Debian's package tmux")
-    terminal = Terminal(tmp_path)
+    terminal = Terminal(find_program("tmux"), tmp_path)
     yield terminal
     terminal("kill-server")
 

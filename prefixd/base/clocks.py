@@ -1,4 +1,5 @@
-"""The clock that measures ages: of leases, credentials, sessions, retention requests and waiting requests."""
+"""The clock that measures ages: of leases, credentials, sessions, retention requests and waiting requests; and the time
+in which a thread waits for a CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SCHEDULING = Path("/proc/thread-self/schedstat")
 
 
 elapsed_s = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
@@ -16,6 +18,14 @@ elapsed_s = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 This clock (CLOCK_BOOTTIME) cannot be set, while the wall clock may jump by a day at any moment. It begins at 0 when the
 host starts, so ages that span a restart of the host must not be measured by it.
 """
+
+
+def cpu_wait_s() -> float:
+    """Returns the seconds in which this thread was ready and had no CPU; 0 if the kernel does not say."""
+    try:
+        return int(_SCHEDULING.read_bytes().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def boot_id() -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import prefixd
 import prefixd_scheduler
 import prefixd_swap
-from prefixd.base.clocks import boot_id, elapsed_s
+from prefixd.base.clocks import boot_id, cpu_wait_s, elapsed_s
 
 READS_THE_WALL_CLOCK = {
     "prefixd/cli/output/waterfall.py": "it shows people when a request came",
@@ -69,3 +69,9 @@ def test_a_read_of_the_wall_clock_is_seen() -> None:
 def test_the_clock_counts_from_the_boot() -> None:
     assert time.clock_gettime(time.CLOCK_MONOTONIC) <= elapsed_s() <= elapsed_s()
     assert boot_id() == boot_id() and len(boot_id()) == 36
+
+
+def test_the_time_without_a_cpu_grows_and_is_a_part_of_all() -> None:
+    began_s, waited_s = time.monotonic(), cpu_wait_s()
+    sum(range(200_000))
+    assert 0 <= cpu_wait_s() - waited_s <= time.monotonic() - began_s

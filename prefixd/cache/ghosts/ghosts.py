@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.base.clocks import cpu_wait_s
 from prefixd.base.long_work.pacer import give_way
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.ghosts.ghost_tier import FACTORS, NOW, GhostTier, Prompt, Sizes
@@ -29,18 +30,19 @@ from prefixd.cache.prompt_listeners import Lookup
 from prefixd_swap.tiers import AbsentTier
 
 SHARE = 0.008
-"""The most that the ghosts take: half of it of the time that passes, half of the CPU time of the event loop's thread.
-Of a busy event loop that is nearly 1%; where other programs have the CPUs, not much more of what is left."""
+"""The most that the ghosts take of the time in which the event loop's thread runs or has nothing to do. Time in which it
+waits for a CPU does not count, so of a busy event loop it is this share. What they do inside calls counts too."""
 LEAST_REFERENCES = 1000
 """With fewer sampled references there is no estimate."""
 _COMPARED = ("lru", "lfu", "s3-fifo", "weighing")
 _NOTED_S = 2e-6  # what a call spends on a note
 _MOST_CREDIT_S = 0.02
+_CREDITED_EVERY_S = 0.05
 _SLICE_S = 0.001
 _QUEUED_PROMPTS = 1024
 _RECENT = 256
-_QUEUED_BYTES = 4 << 20
-_HALVED_EVERY_S = 1.0
+_QUEUED_BYTES = 8 << 20
+_HALVED_EVERY_S = 0.5
 _LEAST_SAMPLE = 1 / 16  # of the sample's size, at the largest size of the tier
 _AGED_EVERY_S = 24 * 3600.0
 
@@ -115,6 +117,7 @@ class Ghosts:
         seed: for policies that draw random numbers.
         hashes: of prompts; random by default.
         spent_s: the CPU time of this thread.
+        waited_s: how long this thread had to wait for a CPU.
     """
 
     def __init__(
@@ -126,10 +129,11 @@ class Ghosts:
         seed: int = 0,
         hashes: PrefixHashes | None = None,
         spent_s: Callable[[], float] = time.thread_time,
+        waited_s: Callable[[], float] = cpu_wait_s,
     ) -> None:
         self._cache = cache
         self._hashes = hashes or PrefixHashes()
-        self._spent_s = spent_s
+        self._spent_s, self._waited_s = spent_s, waited_s
         tiers = cache.tiers
         sized = [tier for tier in (tiers.shared, tiers.durable) if tier is not None and tier.capacity_bytes]
         blocks = max(1024, nbytes // max(1, len(sized)) // GhostTier.bytes_a_block(policy))
@@ -141,7 +145,7 @@ class Ghosts:
         self._noted = asyncio.Event()
         self._notes = 0
         self._credit_s, self._credited_s = _MOST_CREDIT_S, cache.clock()
-        self._cpu_s = spent_s()
+        self._waited_before_s = waited_s()
         self._halved_s = self._aged_s = self.since_s = cache.clock()
         self._base = self._counters()
         self.skipped_prompts = 0
@@ -243,10 +247,12 @@ class Ghosts:
     async def _wait_for_credit(self) -> None:
         """Waits until the ghosts may take time again."""
         while True:
-            now_s, cpu_s = self._cache.clock(), self._spent_s()
-            passed_s = (now_s - self._credited_s + cpu_s - self._cpu_s) / 2
-            self._credit_s = min(_MOST_CREDIT_S, self._credit_s + SHARE * passed_s)
-            self._credited_s, self._cpu_s = now_s, cpu_s
+            now_s = self._cache.clock()
+            if self._credit_s <= 0 or now_s - self._credited_s >= _CREDITED_EVERY_S:
+                waited_s = self._waited_s()
+                passed_s = max(0.0, now_s - self._credited_s - (waited_s - self._waited_before_s))
+                self._credit_s = min(_MOST_CREDIT_S, self._credit_s + SHARE * passed_s)
+                self._credited_s, self._waited_before_s = now_s, waited_s
             if self._credit_s > 0:
                 return
             await asyncio.sleep(min(1.0, _SLICE_S - self._credit_s / SHARE))

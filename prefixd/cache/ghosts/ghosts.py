@@ -30,8 +30,10 @@ from prefixd.cache.prompt_listeners import Lookup
 from prefixd_swap.tiers import AbsentTier
 
 SHARE = 0.008
-"""The most that the ghosts take of the time in which the event loop's thread runs or has nothing to do. Time in which it
-waits for a CPU does not count, so of a busy event loop it is this share. What they do inside calls counts too."""
+"""The most that the ghosts take of the time in which the event loop's thread runs or has nothing to do.
+
+Time in which it waits for a CPU does not count, so of a busy event loop it is this share. What they do in calls counts.
+"""
 LEAST_REFERENCES = 1000
 """With fewer sampled references there is no estimate."""
 _COMPARED = ("lru", "lfu", "s3-fifo", "weighing")

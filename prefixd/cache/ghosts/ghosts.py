@@ -29,7 +29,7 @@ from prefixd.cache.namespaces import Namespace
 from prefixd.cache.prompt_listeners import Lookup
 from prefixd_swap.tiers import AbsentTier
 
-SHARE = 0.008
+SHARE = 0.006
 """The most that the ghosts take of the time in which the event loop's thread runs or has nothing to do.
 
 Time in which it waits for a CPU does not count, so of a busy event loop it is this share. What they do in calls counts.

@@ -176,8 +176,6 @@ class Daemon:
         if models is not None:
             self._tasks.watch(models.start())
             stack.push_async_callback(models.stop)
-        folders = {} if models is None else {name: host.directory for name, host in models.hosts.items()}
-        log_start(settings, device, self._store, folders)
         self._health_status = health_status = HealthStatus(self._health, self.cache.tiers, models, self._draining)
         self._troubles.listeners.append(health_status.update)
         self.drain = Drain(self.cache, models, self._draining, self._timeout_s, health_status.update)
@@ -205,6 +203,8 @@ class Daemon:
 
         self.signals.take_hangups(lambda: self._loop.call_soon_threadsafe(hang_up))
         stack.callback(self.signals.ignore_hangups)
+        folders = {} if models is None else {name: host.directory for name, host in models.hosts.items()}
+        log_start(settings, device, self._store, folders)
         return Endpoints(settings.server.socket, tcp, metrics, http, elapsed_s() - began_s)
 
     async def _start_cache(self, device: str, stack: AsyncExitStack) -> None:

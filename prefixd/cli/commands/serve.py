@@ -206,11 +206,11 @@ def serve_command(
         require("worker", "worker.embedded = true" if model is None else f"worker.model = {model}")
     ensure_temporary_folder(settings.data_dir / "tmp")
     log_to_stderr(settings.server.log_level, settings.server.log_format)
-    log.info("settings: %s", f"{file}, variables and flags" if file.is_file() else "variables and flags, no file")
 
     from prefixd.server.daemon import serve
 
     def announce(endpoints: Endpoints) -> None:
+        log.info("settings: %s", f"{file}, variables and flags" if file.is_file() else "variables and flags, no file")
         typer.echo(_ready_json(endpoints) if as_json else _ready_line(endpoints))
 
     async def serve_and_leave() -> None:

@@ -18,7 +18,7 @@ log = logging.getLogger("prefixd.start")
 
 
 def log_start(settings: Settings, device: str, store: SlabStore | None, models: dict[str, Path]) -> None:
-    """Logs what was chosen, once the tiers are open.
+    """Logs what was chosen, once the daemon takes calls: a daemon that is ended before that says nothing.
 
     Args:
         settings: the settings.

@@ -88,7 +88,8 @@ def is_known(name: str, known: Collection[str]) -> bool:
 
 def find_config_file(environ: Mapping[str, str]) -> Path | None:
     """Returns `prefixd.toml` in the working directory or in `$XDG_CONFIG_HOME/prefixd` (`~/.config/prefixd`)."""
-    home = Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    # Unlike pathlib's, this function leaves the path as it is for a user without a home directory, as in a container.
+    home = Path(os.path.expanduser(environ.get("XDG_CONFIG_HOME") or "~/.config"))
     for path in (Path(FILE_NAME), home / "prefixd" / FILE_NAME):
         if path.is_file():
             return path

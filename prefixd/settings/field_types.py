@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from prefixd.base.errors import ConfigError
 from prefixd.base.sizes import parse_room
 
 # The socket that hands over the CPU tier's memory has the name of the daemon's socket and this suffix.
@@ -55,9 +56,14 @@ UserId = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
 
 
 def default_data_dir() -> Path:
-    """Returns `$XDG_DATA_HOME/prefixd`, or `~/.local/share/prefixd` without that variable."""
-    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(home).expanduser() / "prefixd"
+    """Returns `$XDG_DATA_HOME/prefixd`, or `~/.local/share/prefixd` without that variable.
+
+    Raises ConfigError if the user has no home directory.
+    """
+    home = os.path.expanduser(os.environ.get("XDG_DATA_HOME") or "~/.local/share")
+    if home.startswith("~"):
+        raise ConfigError(f"user {os.geteuid()} has no home directory; set data_dir (or HOME, or XDG_DATA_HOME)")
+    return Path(home) / "prefixd"
 
 
 class Section(BaseModel):

@@ -38,6 +38,16 @@ def test_defaults_work_and_follow_the_xdg_directories(tmp_path: Path) -> None:
     check_start(settings)
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container that runs as a user whom /etc/passwd does not name."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="has no home directory; set data_dir"):
+        Settings.load(environ={})
+    assert Settings.load(overrides={"data_dir": tmp_path}, environ={}).data_dir == tmp_path
+
+
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text('[cpu]\nbytes = "1MiB"\npopulate = true\n[disk]\nbytes = 4096\n[cache]\nseed = 7\n')

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefixd.cli.commands.doctor import EXIT_DEGRADED
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from tests.waiting import wait_until
@@ -57,7 +58,7 @@ def test_lost_blocks_are_a_trouble_until_they_are_back(cli: Cli, stopped: Daemon
             assert troubles(client) == ["disk index"]
             assert client.stats().lost_blocks["in an index that was set aside"] == 3 * BLOCKS
             assert client.register(SPEC).match(PROMPTS[0]).blocks == 0
-        assert cli("doctor", "--address", stopped.address).exit_code == 1
+        assert cli("doctor", "--address", stopped.address).exit_code == EXIT_DEGRADED
         refused = cli("recover", "--data-dir", str(stopped.directory / "data"))
         assert refused.exit_code == 1 and "stop the daemon before you recover" in refused.output
         stopped.stop()

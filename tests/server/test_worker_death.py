@@ -111,7 +111,7 @@ def test_a_worker_that_dies_again_and_again_is_given_up(
     remote.settled()
 
 
-def test_a_model_without_weights_is_one_clear_line(
+def test_a_model_that_cannot_be_loaded_is_one_clear_line(
     launch: Callable[..., Remote],
     with_model: dict[str, str | int],
     model_directory: Path,
@@ -119,10 +119,11 @@ def test_a_model_without_weights_is_one_clear_line(
     refused: Any,
 ) -> None:
     shutil.copy(model_directory / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(bytes(4096))  # whole by its name and size: only the worker reads it
     remote = launch({**with_model, "worker.model": str(tmp_path), "disk.bytes": 0})
     stats = remote.until(lambda stats: stats.worker.state == FAILED)
     assert str(tmp_path) in stats.worker.error
-    with refused("UNAVAILABLE", str(tmp_path), "safetensors"):
+    with refused("UNAVAILABLE", str(tmp_path), "header"):
         remote.generate([1, 2, 3])
     log = remote.daemon.log.read_text()
     assert "Traceback" not in log

@@ -75,14 +75,14 @@ def test_a_recorded_trace_has_the_hit_rate_of_the_live_run(launch: Callable[...,
     assert [request.input_length for request in read_trace(file)] == [len(prompt) for prompt in conversations()]
 
     plan = subprocess.run(
-        prefixd("plan", "--trace", str(file), *_MACHINE, "--json", str(tmp_path / "plan.json")),
+        prefixd("plan", "--trace", str(file), *_MACHINE, "--json"),
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert plan.returncode == 0, plan.stderr
-    (point,) = json.loads((tmp_path / "plan.json").read_text())["points"]
+    (point,) = json.loads(plan.stdout)["points"]
     assert point["hit_rate"] == pytest.approx(live, abs=0.01)
 
     answer = remote.admin.WhatIf(admin_pb2.WhatIfRequest(), timeout=60)

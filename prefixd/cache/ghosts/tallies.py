@@ -20,8 +20,8 @@ import numpy.typing as npt
 GROUPS = 8
 """Parts of the sample, by hash; how much their hit rates differ says how sure the estimate is."""
 _MARGIN_ERRORS = 3.5
-"""Standard errors to each side. Hit rates of parts have heavier tails than a normal distribution: with the 2.36 that cover
-95% of that, the true rate was inside in four of five cases (`benchmarks.what_if`, `within_margin`)."""
+"""Standard errors to each side. The hit rates of the parts have heavier tails than a normal distribution: with 2.36,
+which cover 95% of that, the true rate was inside in four of five cases (`benchmarks.what_if`, `within_margin`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from prefixd.observability.request_record import Kind, RequestRecord, StageName
 
 _WHO = ("tenant", "model")
 _TIERS = tuple((int(tier), tier.label) for tier in Tier)
-_UNKNOWN = "(unknown)"
-"""The model of requests that name one which is not there: their names are their callers' fantasy."""
 
 
 class Timings:
@@ -69,7 +67,7 @@ class Measurements:
                 self.timings.lookup_s.show(match_s, record.tenant, record.model, trace_id=trace_id)
             return
         timings, traffic = self.timings, self.traffic
-        who = record.tenant, _UNKNOWN if record.status == "NOT_FOUND" else record.model
+        who = record.tenant, record.model
         traffic.requests.add(1, *who, record.outcome)
         if record.output_tokens:
             traffic.generated_tokens.add(record.output_tokens, *who)

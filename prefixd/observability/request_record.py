@@ -19,6 +19,8 @@ from prefixd.observability.trace_context import TraceContext
 MOST_STAGES = 48
 MOST_NOTES = 16
 LONGEST_REASON = 400
+UNKNOWN_MODEL = "(unknown)"
+"""The model of requests that name one which is not there: such a name is the caller's fantasy, of any length."""
 
 Value: TypeAlias = str | int | float | bool
 """Of an attribute."""
@@ -146,7 +148,7 @@ class RequestRecord:
             calls that an engine makes for one of its requests share `client_id`; without one, a number is chosen.
         kind: what was asked for.
         tenant: the tenant's name.
-        model: the model's name; for engines, the name of the namespace.
+        model: the model's name, or `UNKNOWN_MODEL`; for engines, the name of the namespace.
         method: `Generate`, `Acquire`, `Get`, `Reserve`, `Commit` or `Put`.
         arrival_s: when the call arrived.
         arrival_unix_s: the same moment as seconds since 1970, for people and spans.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefixd.observability.measurements import Measurements
 from prefixd.observability.request_log import RequestLog
-from prefixd.observability.request_record import Kind, StageName
+from prefixd.observability.request_record import UNKNOWN_MODEL, Kind, StageName
 from prefixd.observability.trace_context import TraceContext
 
 
@@ -32,7 +32,7 @@ def test_a_request_counts_once_when_it_has_ended() -> None:
 def test_what_did_not_happen_is_not_measured() -> None:
     measurements, log = Measurements(), RequestLog(lambda: 100.0)
     log.ended.append(measurements.count_request)
-    refused = log.begin(Kind.GENERATE, "Generate", tenant="blue", model="no-such-model")
+    refused = log.begin(Kind.GENERATE, "Generate", tenant="blue", model=UNKNOWN_MODEL)
     refused.end("refused", 101.0, status="NOT_FOUND", reason="there is no model")
     one_token = log.begin(Kind.GENERATE, "Generate", tenant="blue", model="qwen")
     one_token.handed_over_s = one_token.first_token_s = 100.5

@@ -37,7 +37,7 @@ from prefixd.base.tenancy.tenants import Quota
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
 from prefixd.cache.placement.retention import Retention
 from prefixd.images.decoding import Pixels
-from prefixd.observability.request_record import RequestRecord
+from prefixd.observability.request_record import UNKNOWN_MODEL, RequestRecord
 from prefixd.serving.generation import (
     Accepted,
     Finished,
@@ -228,6 +228,15 @@ async def test_a_call_that_ends_early_leaves_its_reason(desk: Desk) -> None:
     await run.aclose()
     (left,) = desk.generation.records.find("left")
     assert (left.outcome, left.ended_s) == ("cancelled", 5.0)
+
+
+async def test_a_record_does_not_keep_the_name_of_a_model_that_is_not_there(desk: Desk, cache: TieredCache) -> None:
+    """Such a name may have 16 MiB, and be another one each time; what is refused before the model is looked for too."""
+    cache.tenants.default.quota = Quota(requests_per_s=1.0)  # the clock stands still
+    for id, error in (("first", NotFoundError), ("second", ExhaustedError)):
+        await desk.refused(error, model="x" * 10_000, request_id=id)
+        (record,) = desk.generation.records.find(id)
+        assert record.model == UNKNOWN_MODEL and len(record.reason) < 1000
 
 
 async def test_times_count_from_the_calls_arrival(cache: TieredCache) -> None:

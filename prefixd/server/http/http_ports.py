@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 from prefixd.base.errors import ConfigError
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities
+from prefixd.server.http.browser_guard import BrowserGuard
 from prefixd.server.http.http_callers import HttpCallers
 from prefixd.server.http.http_connection import HttpLimits
 from prefixd.server.http.http_listener import HttpListener
@@ -108,7 +109,8 @@ class HttpPorts:
             routes=[*self._operator.routes(callers), *routes],
             exception_handlers={404: _not_found, 500: _failed},
         )
-        listener = HttpListener(app, limits, tls_context(self._settings) if address.tls else None)
+        guarded = BrowserGuard(app, lambda: callers.open) if address.is_loopback and not address.tls else app
+        listener = HttpListener(guarded, limits, tls_context(self._settings) if address.tls else None)
         try:
             port = await listener.start(address.host, address.port)
         except OSError as error:

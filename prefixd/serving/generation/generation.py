@@ -24,7 +24,7 @@ from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import TieredCache
 from prefixd.cache.placement.retention import Retention, RetentionGrant
 from prefixd.observability.request_log import RequestLog, end_with_error
-from prefixd.observability.request_record import Kind, RequestRecord, StageName
+from prefixd.observability.request_record import UNKNOWN_MODEL, Kind, RequestRecord, StageName
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.generation.events import Accepted, GenerationEvent
 from prefixd.serving.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
@@ -151,13 +151,13 @@ class Generation:
             raise
 
     def _begin_record(self, params: GenerateParams, tenant: Tenant) -> RequestRecord:
-        now_s = self._clock()
+        now_s, name = self._clock(), params.model or next(iter(self._models), "")
         record = self.records.begin(
             Kind.GENERATE,
             "Generate",
             id=params.request_id,
             tenant=tenant.name,
-            model=params.model or next(iter(self._models), ""),
+            model=name if name in self._models or not name else UNKNOWN_MODEL,
             arrival_s=now_s - params.waited_s,
             client_id=params.client_id,
             trace=params.trace,

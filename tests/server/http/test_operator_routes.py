@@ -357,3 +357,33 @@ def test_no_thread_for_the_pages_is_said(
 
     with no_more_threads(), pytest.raises(OutOfMemoryError, match="ulimit -u"):
         FigurePages(take)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "evil.example:80"},
+        {"Host": "127.0.0.1.evil.example"},
+        {"Host": "[::1"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+    ],
+    ids=str,
+)
+async def test_pages_of_other_sites_may_not_use_an_open_port(serve: Serve, headers: dict[str, str]) -> None:
+    """A browser on this host would send these for them: forged POSTs and DNS rebinding."""
+    served = await serve(http="127.0.0.1:0")
+    for path in ("/api/requests", "/who"):
+        answer = await served.get(f"{served.users_url}{path}", **headers)
+        assert answer.status_code == 403 and "server.tokens" in answer.text
+
+
+async def test_what_is_of_this_host_may(serve: Serve) -> None:
+    served = await serve()
+    for name in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.3.2.1:9", "[::1]:80", "prefixd.localhost"):
+        assert (await served.get("/api/requests", Host=name, Origin=f"http://{name}")).status_code == 200
+    known = await serve(f"operator admin {OPERATOR}\n")
+    headers = {"Host": "cache.example", "Origin": "https://cache.example"}  # a proxy on this host, in front of a port
+    assert (await known.get("/api/requests", token=OPERATOR, **headers)).status_code == 200
+    assert (await known.get("/api/requests", **headers)).status_code == 401

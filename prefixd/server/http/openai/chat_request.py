@@ -17,6 +17,7 @@ from prefixd.serving.text.chat_template import Chat
 
 MOST_PARTS = 16384
 """Messages and parts of messages of one request, so that reading them takes milliseconds."""
+_LONGEST_EMPTY = 16  # bytes: `null`, `[]`, `{}`, perhaps with spaces
 _NAMES = (b'"role"', b'"type"', b"\\u006", b"\\u007")  # the latter: a name that is written in escapes
 
 
@@ -37,8 +38,8 @@ class _Message(msgspec.Struct):
     content: str | list[_TextPart | _ImagePart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Any] | None = None
-    function_call: Any = None
+    tool_calls: Raw | UnsetType = UNSET  # not read: a list of a million lists takes seconds
+    function_call: Raw | UnsetType = UNSET
     tool_call_id: str | None = None
 
 
@@ -143,7 +144,7 @@ def _read_messages(raw: Raw) -> _Conversation:
         raise FieldError("messages", "messages is empty; send at least one")
     messages, images, characters = [], [], 0
     for message in given:
-        if message.tool_calls or message.function_call or message.tool_call_id is not None:
+        if _given(message.tool_calls) or _given(message.function_call) or message.tool_call_id is not None:
             raise FieldError("messages", f"a message of the role {message.role!r} is about tools; prefixd has none")
         parts: list[dict[str, str]] = []
         for part in message.content if isinstance(message.content, list) else ():
@@ -161,3 +162,8 @@ def _read_messages(raw: Raw) -> _Conversation:
         characters += sum(len(value) for value in read.values() if isinstance(value, str))
         messages.append(read)
     return _Conversation(messages, images, characters)
+
+
+def _given(raw: Raw | UnsetType) -> bool:
+    """Whether a field has a value that says something."""
+    return raw is not UNSET and (len(memoryview(raw)) > _LONGEST_EMPTY or bool(msgspec.json.decode(raw)))

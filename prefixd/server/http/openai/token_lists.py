@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -19,6 +20,7 @@ MOST_PROMPTS = 128
 """Prompts of one request."""
 _PIECE_BYTES = 32 << 10
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
+_BETWEEN_BYTES = re.compile(rb"[ \t\r\n,]*")
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _WRONG = "send a text, a list of token ids, or a list of texts or of lists of token ids"
 
@@ -45,13 +47,11 @@ def read_prompts(raw: bytes) -> list[str | bytes]:
     if second != b"[":
         return [_token_ids(raw)]
     _check_count(raw.count(b"[") - 1)  # lists of numbers have no other bracket
-    return [_token_ids(bytes(each)) for each in msgspec.json.decode(raw, type=list[msgspec.Raw])]
+    return [_token_ids(each) for each in _lists(raw)]
 
 
 def _token_ids(raw: bytes) -> bytes:
     """A list of token ids as little-endian uint32."""
-    if raw[:1] != b"[":
-        raise FieldError("prompt", f"prompt is a list of lists and of something else; {_WRONG}")
     inner = raw[1:-1]
     found = bytearray()
     at = 0
@@ -65,6 +65,21 @@ def _token_ids(raw: bytes) -> bytes:
         found += np.array(ids, "<u4").tobytes()
         at = end + 1
     return bytes(found)
+
+
+def _lists(raw: bytes) -> Iterator[bytes]:
+    """The lists in a list, one by one: what follows the first may be millions of numbers."""
+    at = 1
+    while True:
+        between = _BETWEEN_BYTES.match(raw, at)
+        at = at if between is None else between.end()
+        if raw[at : at + 1] == b"]":
+            return
+        if raw[at : at + 1] != b"[":
+            raise FieldError("prompt", f"prompt is a list of lists and of something else; {_WRONG}")
+        end = raw.index(b"]", at) + 1
+        yield raw[at:end]
+        at = end
 
 
 def _texts(raw: bytes) -> list[str | bytes]:

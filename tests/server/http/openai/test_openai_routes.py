@@ -7,17 +7,22 @@ import base64
 import json
 import math
 import random
+import tracemalloc
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
-from prefixd.base.errors import UnavailableError
+from prefixd.base.errors import InvalidArgumentError, UnavailableError
 from prefixd.cache import TieredCache
 from prefixd.server.http.openai import answers
 from prefixd.server.http.openai.chat_request import ChatRequest
 from prefixd.server.http.openai.completion_request import CompletionRequest
+from prefixd.server.http.openai.openai_routes import _read
+from prefixd.server.http.openai.sampling_fields import FieldError
+from prefixd.server.http.openai.token_lists import read_prompts
 from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.worker_protocol.protocol import TokenLogprobs
 from tests.server.http.openai.conftest import CONTEXT, Front, prompt_tokens, tokens_of
@@ -245,6 +250,8 @@ CHATS_REFUSED = [
     ({"messages": [{"content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "function_call": {"name": "f"}}]}, "messages"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"top_logprobs": 3}, "top_logprobs"),
@@ -450,6 +457,39 @@ async def test_a_million_token_ids_are_read(front: Front) -> None:
         await front.http.post("/v1/completions", content=json.dumps({"prompt": short}, indent=1))
     ).status_code == 200
     assert front.dispatcher.submitted[-1].prompt_tokens == len(short)
+
+
+_LISTS = b"[" + b",".join([b"[]"] * 100_000) + b"]"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages":[{"role":"user","content":"x","tool_calls":' + _LISTS + b"}]}",
+        b'{"messages":[{"role":"user","content":"x","function_call":' + _LISTS + b"}]}",
+        b'{"prompt":[[1]' + b",1" * 150_000 + b"]}",
+    ],
+    ids=("tool_calls", "function_call", "prompt"),
+)
+def test_a_refused_request_is_not_read_into_objects(body: bytes) -> None:
+    """Millions of them take seconds, in which no other thread runs Python."""
+    kind = ChatRequest if b"messages" in body else CompletionRequest
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"about tools|list of lists and of something else"):
+            _read(body, kind)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 4 * len(body), "its bytes are copied a few times"
+
+
+def test_lists_of_token_ids_are_told_apart() -> None:
+    lists = [np.array(ids, "<u4").tobytes() for ids in ([1, 2], [3], [])]
+    assert read_prompts(b" [ [1, 2] ,[ 3 ],\n[] ] ") == lists
+    for wrong in (b"[[1,[2]]]", b'[["a]"]]', b'[[1],"a"]', b"[[1],{}]"):
+        with pytest.raises(FieldError):
+            read_prompts(wrong)
 
 
 async def test_a_model_without_a_template_takes_completions_only(make_front: Callable[..., Front]) -> None:

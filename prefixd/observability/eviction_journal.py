@@ -11,6 +11,7 @@ blocks scans the ring in slices and is done only when somebody asks (`prefixd wh
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -160,27 +161,39 @@ class EvictionJournal:
         """
         found: list[Removal | None] = [None] * len(keys)
         left = {key.tobytes(): place for place, key in enumerate(keys)}
-        async for places in self._newest_first(keys):
+        async for places in self._newest_first(keys, self._begun_until(before_s)):
             for place in places.tolist():
                 key = self._keys[place].tobytes()
                 removal = self._removal(int(self._removal_of[place]))
-                if key in left and removal is not None and removal.at_s <= before_s:
+                if key in left and removal is not None:
                     found[left.pop(key)] = removal
             if not left:
                 break
         return found
 
-    async def _newest_first(self, keys: Keys) -> AsyncIterator[npt.NDArray[np.int64]]:
-        """The places in the ring that may have one of these keys, the newest first."""
-        wanted = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
+    async def _newest_first(self, keys: Keys, end_removal: int) -> AsyncIterator[npt.NDArray[np.int64]]:
+        """The places in the ring of removals of these keys before number `end_removal`, slice by slice from the newest.
+
+        Of each slice only a key's last one: a block that comes and goes may fill the whole ring.
+        """
+        wanted = np.ascontiguousarray(keys).view(np.uint64)
         end, oldest = self._entered, self._entered - len(self)
         while end > oldest:
             start = max(oldest, end - _SCANNED_AT_ONCE, (end - 1) // self.kept * self.kept)
             part = slice(start % self.kept, start % self.kept + end - start)
-            halves = self._keys[part].view(np.uint64)[:, 0]
-            yield part.start + np.flatnonzero(np.isin(halves, wanted))[::-1]
+            halves = self._keys[part].view(np.uint64)
+            early = self._removal_of[part] < end_removal
+            hits = np.flatnonzero(early & np.isin(halves[:, 0], wanted[:, 0]))[::-1]
+            found = halves[hits]
+            same = [(found[:, 0] == first) & (found[:, 1] == second) for first, second in wanted]
+            yield part.start + hits[[int(each.argmax()) for each in same if each.any()]]
             end = start
             await give_way()
+
+    def _begun_until(self, time_s: float) -> int:
+        """The number of the first removal after this time: they are in the order of their times."""
+        known = bisect_right(self._removals, time_s, key=lambda removal: removal.at_s)
+        return self._begun - len(self._removals) + known
 
     def _removal(self, number: int) -> Removal | None:
         """The removal with this number; None if it is forgotten."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -11,6 +12,8 @@ from itertools import islice
 from prefixd.base.errors import PrefixdError
 from prefixd.observability.request_record import Kind, RequestRecord
 from prefixd.observability.trace_context import TraceContext
+
+log = logging.getLogger(__name__)
 
 DEFAULT_KEPT = 4096
 LONGEST_ID = 256
@@ -29,8 +32,8 @@ class RequestLog:
 
     Attributes:
         kept: number of records to keep.
-        ended: listeners; each is called once with every record that has ended, on the event loop, so it must be quick
-            and must not raise. A listener may read the record later: nothing changes it any more.
+        ended: listeners; each is called once with every record that has ended, on the event loop, so it must be quick.
+            What it raises is logged. A listener may read the record later: nothing changes it any more.
     """
 
     def __init__(
@@ -131,7 +134,10 @@ class RequestLog:
 
     def _end(self, record: RequestRecord) -> None:
         for listener in self.ended:
-            listener(record)
+            try:
+                listener(record)
+            except Exception:  # who looks at a request must not hurt it
+                log.exception("request %s has ended, and what was to be noted of it failed", record.id)
 
     def _enter(self, id: str, number: int) -> None:
         numbers = self._by_id.setdefault(id, [])

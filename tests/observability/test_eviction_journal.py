@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,24 @@ async def test_a_block_is_found_with_its_cause() -> None:
     assert two is not None and (two.at_s, two.tier, two.cause) == (20.0, 2, Cause())
     (early,) = await journal.find(keys(2), 15.0)
     assert early == one, "a removal after that time does not count"
+
+
+async def test_a_block_that_comes_and_goes_is_looked_at_once_a_slice() -> None:
+    journal, places = EvictionJournal(kept=1000), list[int]()
+    for time_s in range(250):
+        journal.enter(keys(1, 2, 3, 4), 1, float(time_s))
+
+    class Counted(np.ndarray[Any, Any]):
+        def __getitem__(self, place: Any) -> Any:
+            if isinstance(place, int):
+                places.append(place)
+            return super().__getitem__(place)
+
+    journal._keys = journal._keys.view(Counted)
+    for before_s, found_s in ((1000.0, 249.0), (100.5, 100.0), (-1.0, None)):
+        removals = await journal.find(keys(1, 2), before_s)
+        assert [None if each is None else each.at_s for each in removals] == [found_s] * 2
+    assert len(places) == 4
 
 
 async def test_room_further_down_is_for_the_same_tenant() -> None:

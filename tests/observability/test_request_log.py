@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,14 @@ def test_a_record_has_both_times_of_its_arrival() -> None:
     record = make().begin(Kind.GENERATE, "Generate", id="mine", tenant="a", model="m", arrival_s=48.0)
     assert (record.id, record.tenant, record.model, record.arrival_s) == ("mine", "a", "m", 48.0)
     assert record.arrival_unix_s == 998.0
+
+
+def test_a_listener_that_fails_hurts_neither_the_request_nor_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    log, told = make(), list[RequestRecord]()
+    log.ended += [lambda record: {}["no such key"], told.append]
+    record = log.begin(Kind.GENERATE, "Generate", id="mine")
+    record.end("stop", 51.0)
+    assert told == [record] and "request mine has ended" in caplog.text and "no such key" in caplog.text
 
 
 def test_records_are_found_by_every_id() -> None:

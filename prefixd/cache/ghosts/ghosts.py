@@ -171,7 +171,7 @@ class Ghosts:
             self._recent[mark] = None
             if len(self._recent) > _RECENT:
                 del self._recent[next(iter(self._recent))]
-        self._note(namespace, rows, lookup)
+        self._note(namespace, chain, rows, lookup)
 
     def stored(self, namespace: Namespace, chain: BlockChain) -> None:
         """Blocks are being stored. What was asked for a moment ago is there already, so only answers are new."""
@@ -179,18 +179,22 @@ class Ghosts:
         if not len(rows) or self._mark(namespace, rows) in self._recent:
             return
         if 2 * self._queued_bytes < _QUEUED_BYTES and 2 * len(self._queue) < _QUEUED_PROMPTS:
-            self._note(namespace, rows, None)
+            self._note(namespace, chain, rows, None)
 
     @staticmethod
     def _mark(namespace: Namespace, token_rows: npt.NDArray[np.uint32]) -> tuple[int, int, bytes]:
         """Tells prompts apart, as far as their lengths or last blocks differ."""
         return namespace.seed, len(token_rows), token_rows[-1].tobytes()
 
-    def _note(self, namespace: Namespace, token_rows: npt.NDArray[np.uint32], lookup: Lookup | None) -> None:
+    def _note(
+        self, namespace: Namespace, chain: BlockChain, token_rows: npt.NDArray[np.uint32], lookup: Lookup | None
+    ) -> None:
         self._notes += 1
         if len(self._queue) >= _QUEUED_PROMPTS or self._queued_bytes >= _QUEUED_BYTES:
             self.skipped_prompts += 1
             return
+        if 2 * token_rows.size < chain.tokens:  # a small part must not keep the whole prompt in memory
+            token_rows = token_rows.copy()
         self._queued_bytes += token_rows.nbytes
         trie = self._cache.trie(namespace)
         prompt = Prompt(self._cache.clock(), namespace.spec.tenant, trie.block_tokens, trie.block_bytes, lookup)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tracemalloc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -40,6 +41,17 @@ async def test_prompts_are_heard_once_and_estimated_as_the_cache_finds_them(make
     mine = ghosts.estimates(rig.namespace.spec.tenant)[0]
     assert mine.now.hit_rate == 0.5
     assert ghosts.estimates("nobody")[0].references == 0
+
+
+async def test_a_part_of_a_prompt_does_not_keep_all_of_it_in_memory(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    ghosts = Ghosts(rig.cache, "lru", 1 << 20)
+    chain = rig.cache.chain(rig.namespace, bytes(4 << 20))  # an engine may ask for its first block alone
+    whole = weakref.ref(chain._capacity)
+    for blocks in (1, 0):
+        ghosts.asked(rig.namespace, chain, Lookup(blocks, blocks, 0))
+    del chain
+    assert ghosts.queued == 2 and whole() is None
 
 
 async def test_too_many_prompts_are_skipped_and_counted_and_the_sample_shrinks(make_rig: Callable[..., Rig]) -> None:

@@ -75,6 +75,7 @@ class CleanGroup(TyperGroup):
         except PrefixdError as error:
             raise _end(ctx, error, EXIT_FAILED) from error
         except _UsageError as error:
+            error.message = error.message.removeprefix("Value error, ")  # typer's, of a word that is no choice
             if ctx.meta[_AS_JSON] and ctx.parent is None:  # a group of commands passes it on to the root
                 _print_json(_plain(error.format_message(), status=WrongUsage.status), EXIT_USAGE)
             raise

@@ -14,7 +14,10 @@ from prefixd.cli.connect import Address, Json, asks_daemon, connected, run
 from prefixd.cli.failures import CleanGroup, CommandFailed, examples, paragraphs
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_EXAMPLES = ("prefixd trace record monday.jsonl --duration 1h", "prefixd plan --trace monday.jsonl --cpu 64GiB")
+_EXAMPLES = (
+    "prefixd trace record monday.jsonl --duration 1h",
+    "prefixd plan --trace monday.jsonl --model llama-3-8b --gpu 40GiB --cpu 64GiB",
+)
 
 app = typer.Typer(
     cls=CleanGroup,

@@ -33,7 +33,7 @@ def print_period(stats: admin_pb2.StatsResponse) -> None:
     if len(period.points) > 1:
         rates = [sum(each.hit_tokens) / each.asked_tokens if each.asked_tokens else 0.0 for each in period.points]
         out.print(f"hit rate, {duration(period.step_s)} a bar: {bars(rates)}", markup=False)
-    out.print(f"{total.lookups:,} lookups; {as_size(total.written_bytes)} written to disk")
+    out.print(f"{total.lookups:,} lookups by engines; {as_size(total.written_bytes)} written to disk")
     if total.requests:
         out.print(f"{total.requests:,} requests ended, {total.generated_tokens:,} tokens generated")
     first = total.first_token_s

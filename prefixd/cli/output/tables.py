@@ -118,8 +118,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     """Prints the daemon's degraded parts, workers, hit rate, tiers, namespaces, sessions and figures."""
     stats = cleaned(stats)
     out = console()
-    state = "[yellow]draining[/]" if stats.draining else "[green]up[/]"
-    out.print(f"prefixd {stats.version}: {state} for {duration(stats.uptime_s)}")
+    draining = ", [yellow]draining[/]" if stats.draining else ""
+    out.print(f"prefixd {stats.version}: [green]up[/] for {duration(stats.uptime_s)}{draining}")
     _print_degraded(out, stats)
     worker, queue = stats.worker, stats.scheduler
     if worker.state in (admin_pb2.WorkerStats.STATE_UNSPECIFIED, admin_pb2.WorkerStats.STATE_NONE):
@@ -204,14 +204,14 @@ def _size_line(tier: admin_pb2.TierStats) -> str:
 
 
 def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Sequence[admin_pb2.ModelStats]) -> Table:
-    """A table of namespaces, with the model if there are several, and the tenant if there are several."""
+    """A table of namespaces, with the model of the daemon's own, and the tenant if there are several."""
     namespaces, numbers = list(namespaces), ("block tokens", "blocks")
     tenants = ("tenant",) if len({entry.tenant for entry in namespaces}) > 1 else ()
     made = table("namespace", *tenants, "id", *numbers, right=numbers, fold=("namespace",))
     for entry in namespaces:
         name = entry.namespace.name
         of_model = name.removesuffix("-images") if entry.worker else ""  # as `NamespaceSpec.for_images` names them
-        owners = [model.name for model in models if len(models) > 1 and of_model == model.namespace]
+        owners = [model.name for model in models if of_model == model.namespace]
         made.add_row(
             Text(f"{name} ({', '.join(owners)})" if owners else name),
             *([Text(entry.tenant)] if tenants else []),

@@ -46,14 +46,15 @@ def _table(answer: pb.WhatIfResponse, tier: pb.GhostTier) -> object:
         more, saved = size.hit_rate - now.hit_rate, _saved(answer, tier, size)
         tokens, seconds = saved * answer.ghosts.asked_tokens, ""
         if answer.HasField("token_s"):
-            seconds = f"{tokens * answer.token_s:,.0f}"
+            seconds = f"{tokens * answer.token_s:z,.0f}"  # z: no "-0"
+        saved_share = saved / max(1e-9, 1 - _found_now(answer))
         made.add_row(
             "now, estimated" if size.factor == 1 else f"{size.factor:g}x",
             as_size(size.nbytes),
             f"{size.hit_rate:.1%}",
             f"{100 * size.margin:.1f}",
-            "" if size.factor == 1 else f"{more * answer.ghosts.asked_tokens:+,.0f}",
-            "" if size.factor == 1 else f"{saved / max(1e-9, 1 - _found_now(answer)):.1%}",
+            "" if size.factor == 1 else f"{more * answer.ghosts.asked_tokens:+z,.0f}",
+            "" if size.factor == 1 else f"{saved_share:z.1%}",
             "" if size.factor == 1 else seconds,
         )
     return made

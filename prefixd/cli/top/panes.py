@@ -76,7 +76,7 @@ def found_tokens(stats: pb.StatsResponse) -> tuple[list[int], int, str]:
 
 def head(stats: pb.StatsResponse) -> Text:
     """Returns the first line: version, state, hit rate."""
-    state = ("draining", "yellow") if stats.draining else ("up", "green")
+    state = ("draining, up", "yellow") if stats.draining else ("up", "green")
     hits, asked, when = found_tokens(stats)
     found = f"  {_share(sum(hits), asked)} of {short(asked)} prompt tokens found {when}"
     return Text.assemble((f"prefixd {stats.version} ", "bold"), state, f" for {duration(stats.uptime_s)}", found)

@@ -175,11 +175,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         disk = tiers.durable
         if disk is None:
             raise PreconditionError("there is no disk tier to flush to; start the daemon with disk.bytes above 0")
-        before = disk.used_bytes
+        writes = self._cache.mover.disk.writes
+        before = writes.written_bytes
         blocks = await self._cache.write_back.flush()
         if not disk.writable:
             raise PreconditionError(f"the disk tier is out of service: {tiers.troubles.of_tier(disk)}")
-        return pb.FlushResponse(blocks=blocks, nbytes=max(disk.used_bytes - before, 0))
+        return pb.FlushResponse(blocks=blocks, nbytes=writes.written_bytes - before)
 
     @unary
     async def Drain(self, request: pb.DrainRequest) -> pb.DrainResponse:

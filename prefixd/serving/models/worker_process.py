@@ -312,6 +312,7 @@ class WorkerProcess:
                 self._late.clear()
                 self.state = WorkerState.READY
             self._was_ready = True
+            log.info("the %s is ready", self._part)
             self._settled.set()
             self._on_ready()
         elif isinstance(message, Note):

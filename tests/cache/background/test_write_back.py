@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
+from prefixd.server.services.admin_service import AdminService
+from prefixd.v1 import admin_pb2 as pb
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
 from tests.tries import forget_blocks
 from tests.waiting import until
@@ -49,6 +52,16 @@ async def test_switched_off_it_leaves_only_flush(make_rig: MakeRig) -> None:
     assert await rig.cache.write_back.flush() == 2
     assert await rig.cache.write_back.flush() == 0
     assert all(rig.tiers([1, 2], DISK))
+
+
+async def test_a_flush_tells_its_bytes_where_it_evicts_as_many(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=4)
+    await rig.put([1, 2, 3, 4], durable=True)
+    await rig.put([5, 6, 7])
+    unused: Any = None
+    service = AdminService(rig.cache, *[unused] * 4, tenants=unused, audit=unused, why=unused)
+    flushed = await service.Flush(pb.FlushRequest(), unused)
+    assert (flushed.blocks, flushed.nbytes) == (3, 3 * PART_BYTES)
 
 
 async def test_flush_without_a_disk_writes_nothing(make_rig: MakeRig) -> None:

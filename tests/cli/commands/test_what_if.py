@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from prefixd.base.errors import ConfigError
+from prefixd.cli.output import grid
+from prefixd.cli.output.what_if_table import _table
 from prefixd.server.services import trace_recording
+from prefixd.v1 import admin_pb2 as pb
 from prefixd.workloads.mooncake import HASH_TOKENS, read_trace
 from prefixd.workloads.recorded_trace import RecordedTrace
 
@@ -39,6 +42,15 @@ def test_what_if_says_when_it_does_not_know_and_when_more_would_not_help(cli: Cl
     assert "cpu: not enough data yet. 12 sampled blocks were asked for" in out
     daemon.references, daemon.filled = 5000, False
     assert "more CPU memory would have found nothing more" in cli("what-if").stdout
+
+
+def test_a_size_that_saves_nothing_saves_no_less_than_nothing() -> None:
+    sizes = [pb.GhostSize(factor=factor, hit_rate=rate, margin=0) for factor, rate in ((1, 0.5), (2, 0.5 - 1e-9))]
+    ghosts = pb.GhostStats(asked_tokens=1000, tiers=[pb.GhostTier(tier=3, sizes=sizes, references=1, sampled_share=1)])
+    made = grid.console()
+    with made.capture() as shown:
+        made.print(_table(pb.WhatIfResponse(ghosts=ghosts, token_s=0.1), ghosts.tiers[0]))
+    assert "0.0%" in shown.get() and "-0" not in shown.get()
 
 
 def test_what_if_as_json_and_as_a_picture(cli: Cli, daemon: Any, tmp_path: Path) -> None:

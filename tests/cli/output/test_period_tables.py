@@ -10,6 +10,7 @@ from prefixd.cli.output.period_tables import bars, print_period, wear_line
 from prefixd.cli.output.tables import print_stats
 from prefixd.server.figures.measured_figures import labelled_counts
 from prefixd.v1 import admin_pb2 as pb
+from prefixd.v1 import cache_pb2
 
 WHO = ("tenant", "model")
 
@@ -39,6 +40,17 @@ def test_the_last_hour_is_told_tier_by_tier(capsys: pytest.CaptureFixture[str]) 
     assert "hit rate, 0:01:00 a bar:  ▄█" in lines
     assert "first token: p50 20 ms, p95 400 ms, p99 1.5 s of 12 requests" in lines
     assert "12 requests ended, 340 tokens generated" in lines
+
+
+def test_a_daemon_that_drains_says_for_how_long_it_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+    print_stats(pb.StatsResponse(version="1", uptime_s=61, draining=True))
+    assert capsys.readouterr().out.startswith("prefixd 1: up for 0:01:01, draining\n")
+
+
+def test_namespaces_of_the_daemons_own_model_have_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    own = pb.NamespaceStats(namespace=cache_pb2.Namespace(name="f9e4b371"), worker=True, blocks=3)
+    print_stats(pb.StatsResponse(namespaces=[own], models=[pb.ModelStats(name="llama", namespace="f9e4b371")]))
+    assert "f9e4b371 (llama)" in capsys.readouterr().out
 
 
 def test_nothing_happened(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ class TieredCache:
         self.leases = LeaseTable(
             self.mover.spawn, self._session_ended, options, self.tenants, ended=self._measure_grant
         )
-        self.computing = ComputeClaims(self.leases, clock, self._cached_blocks)
+        self.computing = ComputeClaims(self.leases, clock, self._cached_blocks, lambda: self.tenants.calling)
         self.namespace_room = NamespaceRoom(
             *(self.namespaces, self.tenants, self.leases, self.mover, self._tries, tiers.troubles, clock),
             options.namespace_bytes,

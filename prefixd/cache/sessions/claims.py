@@ -18,6 +18,7 @@ from enum import Enum, auto
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, SessionEndedError
 from prefixd.base.long_work.pacer import give_way
+from prefixd.base.tenancy.fairness import SharedLimit
 from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.keys.key_index import KEY_BYTES
@@ -154,6 +155,7 @@ class ComputeClaims:
         leases: the sessions and their grants, of which claims are some: they expire and end like the others.
         clock: seconds, monotonic.
         cached: (namespace, prompt) -> blocks of the prompt that are cached.
+        tenants: returns the number of tenants: each has its share of claims and waits.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class ComputeClaims:
         leases: LeaseTable,
         clock: Callable[[], float],
         cached: Callable[[Namespace, BlockChain], Awaitable[int]],
+        tenants: Callable[[], int] = lambda: 1,
     ) -> None:
         self.counters = ClaimCounters()
         self._leases = leases
@@ -168,10 +171,12 @@ class ComputeClaims:
         self._cached = cached
         self._of: dict[int, dict[int, dict[tuple[Tenant, bytes], ComputeClaim]]] = {}
         """Namespace's ordinal -> first block -> (tenant, key of the first block) -> claim."""
-        self._count = self._blocks = self._waits = 0
+        self._claims = SharedLimit(CLAIMS, tenants)
+        self._blocks = SharedLimit(CLAIMED_BLOCKS, tenants)
+        self._waits = SharedLimit(WAITS, tenants)
 
     def __len__(self) -> int:
-        return self._count
+        return self._claims.total
 
     def __iter__(self) -> Iterator[ComputeClaim]:
         return (claim for firsts in self._of.values() for claims in firsts.values() for claim in claims.values())
@@ -261,7 +266,7 @@ class ComputeClaims:
 
     def end_waits(self, session: Session) -> None:
         """Ends the waiting calls of a session that has ended."""
-        for claim in self if self._waits else ():
+        for claim in self if self._waits.total else ():
             for wait in claim.waits:
                 if wait.session is session and not wait.woken.done():
                     wait.woken.set_result(_Woken.CLOSED)
@@ -283,19 +288,21 @@ class ComputeClaims:
             raise ExhaustedError(
                 f"session {session.id[:8]} has {CLAIMS_OF_SESSION} claims, the most allowed; compute without a claim"
             )
-        if self._count >= CLAIMS or self._blocks + blocks > CLAIMED_BLOCKS:
+        tenant = session.tenant
+        if not self._claims.left(tenant) or blocks > self._blocks.left(tenant):
             raise ExhaustedError(
-                f"all sessions have {self._count} claims of {self._blocks} blocks, of {CLAIMS} and {CLAIMED_BLOCKS} "
-                f"at most, and this one is for {blocks} blocks; compute without a claim"
+                f"all sessions have {len(self)} claims of {self._blocks.total} blocks, of {self._claims.limit} and "
+                f"{self._blocks.limit} at most, and tenant {tenant.name} {self._claims[tenant]} of "
+                f"{self._blocks[tenant]}; this one is for {blocks} blocks; compute without a claim"
             )
         now_s = self._clock()
         keys = chain.key_rows(block, block + blocks).tobytes()
         claim = ComputeClaim(self._leases.next_id(), session, namespace, block, keys, now_s, now_s + ttl_s, self._end)
         self._leases.grant(claim)
-        key = (session.tenant, chain.key(block))
+        key = (tenant, chain.key(block))
         self._of.setdefault(namespace.ordinal, {}).setdefault(block, {})[key] = claim
-        self._count += 1
-        self._blocks += blocks
+        self._claims.add(tenant, 1)
+        self._blocks.add(tenant, blocks)
         self.counters.granted += 1
         return claim
 
@@ -311,16 +318,19 @@ class ComputeClaims:
             del firsts[claim.first_block]
         if not firsts:
             del self._of[ordinal]
-        self._count -= 1
-        self._blocks -= claim.blocks
+        self._claims.add(claim.session.tenant, -1)
+        self._blocks.add(claim.session.tenant, -claim.blocks)
 
     async def _wait(self, claim: ComputeClaim, session: Session, end_block: int, left_s: float) -> _Woken | None:
         """Waits for the end of a claim, or of its first blocks; None when the time is over."""
-        if self._waits >= WAITS:
-            raise ExhaustedError(f"{WAITS} calls wait for claims, the most allowed; compute without waiting")
+        if not self._waits.left(session.tenant):
+            raise ExhaustedError(
+                f"{self._waits.total} calls wait for claims, {self._waits[session.tenant]} of them of tenant "
+                f"{session.tenant.name}, and {self._waits.limit} may; compute without waiting"
+            )
         wait = _Wait(session, end_block, asyncio.get_running_loop().create_future())
         claim.waits.append(wait)
-        self._waits += 1
+        self._waits.add(session.tenant, 1)
         self.counters.waits += 1
         try:
             async with asyncio.timeout(left_s):
@@ -328,7 +338,7 @@ class ComputeClaims:
         except TimeoutError:
             return None
         finally:
-            self._waits -= 1
+            self._waits.add(session.tenant, -1)
             claim.waits.remove(wait)
 
     def _seen(self, claim: ComputeClaim, block: int, end_block: int) -> ClaimedByOther:
@@ -339,9 +349,9 @@ class ComputeClaims:
     def check_integrity(self) -> list[str]:
         """What contradicts itself, a line each."""
         claims = list(self)
-        if (self._count, self._blocks) == (len(claims), sum(claim.blocks for claim in claims)):
+        if (len(self), self._blocks.total) == (len(claims), sum(claim.blocks for claim in claims)):
             return []
-        return [f"{self._count} claims of {self._blocks} blocks are counted, and there are {len(claims)}"]
+        return [f"{len(self)} claims of {self._blocks.total} blocks are counted, and there are {len(claims)}"]
 
 
 async def _hash(chain: BlockChain, blocks: int) -> None:

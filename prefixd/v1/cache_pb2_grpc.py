@@ -179,7 +179,8 @@ class PrefixCacheServicer(object):
 
         A claim ends with Release, which takes `claim_id`; when its blocks are cached, whoever committed them; when its time is
         over (Renew gives more); and with its session. Other tenants do not see it. RESOURCE_EXHAUSTED when the session has 64
-        claims, all sessions together have 1,024, or claims of 2^21 blocks, or 1,024 calls wait: compute without one.
+        claims, all sessions together have 1,024, or claims of 2^21 blocks, or 1,024 calls wait,
+        or its tenant has its share of these: compute without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

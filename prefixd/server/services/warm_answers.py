@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
-from prefixd.base.long_work.pacer import Pacer
+from prefixd.base.long_work.pacer import Pacer, give_way
 from prefixd.base.rules.rule_messages import from_message
 from prefixd.cache import Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
@@ -20,6 +20,8 @@ from prefixd.v1 import admin_pb2 as pb
 
 _LOOKUP_S = 10.0
 """The longest wait for a shared store's answer: nobody else waits for it."""
+_TOKENS_AT_ONCE = 1 << 17
+"""Copied in one turn: a prompt may have four million."""
 _AT_ONCE = 2
 """Calls that bring blocks at a time; others wait for their turn."""
 
@@ -49,8 +51,7 @@ class WarmAnswers:
                 prefix = await find_prefix(self._cache, request.key)
                 path = await prefix.path(Pacer())
                 namespace = self._cache.namespaces.at(int(prefix.trie.namespace[prefix.row]))
-                token_ids = prefix.trie.tokens[path].astype("<u4").tobytes()
-                return await self._warm(namespace, token_ids)
+                return await self._warm(namespace, await _token_ids(prefix.trie, path))
             if what == "token_ids":
                 return await self._warm(self._namespace(request), request.token_ids)
         raise InvalidArgumentError("nothing to warm up was named; send a key, or token_ids and a namespace_id")
@@ -106,3 +107,13 @@ class WarmAnswers:
                 "or a worker of the daemon fills it; warm up once its engine, or the model, has started"
             )
         return cache.register(spec)
+
+
+async def _token_ids(trie: Trie, path: Rows) -> bytes:
+    """The token ids of a path, little-endian uint32. If a block leaves meanwhile, what follows is not found later."""
+    step, found = max(1, _TOKENS_AT_ONCE // trie.block_tokens), bytearray()
+    for start in range(0, len(path), step):
+        if start:
+            await give_way()
+        found += trie.tokens[path[start : start + step]].astype("<u4", copy=False).tobytes()
+    return bytes(found)

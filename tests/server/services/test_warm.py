@@ -12,6 +12,7 @@ import pytest
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.cache.index.trie import CPU
+from prefixd.server.services import warm_answers
 from prefixd.server.services.warm_answers import WarmAnswers
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
@@ -65,6 +66,25 @@ async def test_from_disk_after_a_restart_by_key_and_by_tokens(make_rig: MakeRig)
     answer = await warming.warm(pb.WarmRequest(key=key))
     assert (answer.blocks, answer.brought) == (2, 2) and rig.tiers([7, 8], CPU) == [True] * 2
     rig.check()
+
+
+async def test_others_run_while_a_long_prefix_is_read_by_key(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, turns = make_rig(cpu=8, disk=16), 0
+
+    async def give_way() -> None:
+        nonlocal turns
+        turns += 1
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(warm_answers, "give_way", give_way, raising=False)
+    monkeypatch.setattr(warm_answers, "_TOKENS_AT_ONCE", 2 * BLOCK_TOKENS, raising=False)
+    await rig.put(PROMPT, durable=True)
+    await rig.restart()
+    key = f"{rig.namespace.id.hex()}/{rig.chain(PROMPT).key(4).hex()}"
+    answer = await WarmAnswers(rig.cache).warm(pb.WarmRequest(key=key))
+    assert (answer.blocks, answer.brought, turns) == (5, 5, 2)
 
 
 async def test_a_new_host_gets_what_another_has_shared(tmp_path: Path) -> None:

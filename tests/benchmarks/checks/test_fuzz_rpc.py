@@ -81,8 +81,9 @@ async def fuzzed(stand_in: StandIn, folder: Path, calls: int, caller: Callable[[
 
 
 def without_clocks(findings: Findings) -> list[str]:
-    """What was unexpected, but for calls that may end before their answer comes."""
-    return [line for line in findings.unexpected if not re.search("cancelled|hurried|miscounted", line)]
+    """What was unexpected, but for calls that may end before their answer comes, and for headers so large that gRPC
+    refuses some of them by chance."""
+    return [line for line in findings.unexpected if not re.search("cancelled|hurried|miscounted|headers", line)]
 
 
 @pytest.mark.slow

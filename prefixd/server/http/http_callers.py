@@ -115,5 +115,7 @@ class HttpCallers:
             self.let_in(caller)
             return None
         why = f"{caller.name} has the role {caller.role}; {how}"
+        if self.open:
+            why = f"this needs the role {roles}, which nobody has at a port without tokens; set server.tokens"
         await self.refuse_turn(request, why, caller)
         return PlainTextResponse(f"{why}\n", 403)

@@ -238,7 +238,7 @@ async def test_why_is_for_operators_alone(serve: Serve) -> None:
     assert missing.status_code == 404 and "'x' is remembered" in missing.text
     open_to_all = await serve()
     answer = await open_to_all.get("/api/why/x")
-    assert answer.status_code == 403 and "role admin" in answer.text, "it shows parts of prompts"
+    assert answer.status_code == 403 and "role admin, which nobody has" in answer.text, "it shows parts of prompts"
 
 
 @pytest.fixture(scope="module")

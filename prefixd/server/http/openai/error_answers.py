@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +33,6 @@ _STATUS = {
 }
 """By the names of gRPC's codes, which our errors have."""
 _FIELDS = {*SamplingFields.__struct_fields__, "best_of", "max_tokens", "logprobs"}
-_ABOUT = re.compile(r"(\w+) (?:is|has) ")
 _AGAIN = {429, 503}
 _RETRY_S = "1"
 
@@ -98,6 +96,4 @@ def _param(error: Exception) -> str | None:
     if isinstance(error, FieldError):
         return error.param
     first = str(error).partition(" ")[0]
-    return (
-        first if first in SamplingFields.__struct_fields__ or first in ("best_of", "max_tokens", "logprobs") else None
-    )
+    return first if first in _FIELDS else None

@@ -104,14 +104,15 @@ def prometheus(program: str, folder: Path, target: str, token_file: Path | None 
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Returns the address of a server that answers queries: before it is ready it refuses them with 503."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
-        for line in log.read_text().splitlines():
-            said = json.loads(line) if line.startswith("{") else {}
-            if said.get("msg") == "Listening on":
-                return str(said["address"])
+        lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+        said = {line.get("msg"): line for line in lines}
+        if "Server is ready to receive web requests." in said:
+            return str(said["Listening on"]["address"])
         time.sleep(0.1)
-    raise RuntimeError(f"prometheus does not listen:\n{log.read_text()}")
+    raise RuntimeError(f"prometheus is not ready:\n{log.read_text()}")
 
 
 def fill_in(expression: str, interval: str) -> str:

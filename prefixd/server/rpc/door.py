@@ -50,6 +50,7 @@ _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+Metadata = Sequence[tuple[str, str | bytes]]
 Handler = Any  # grpc.RpcMethodHandler, which is generic to the type checker alone
 
 _working: set[asyncio.Task[Any]] = set()
@@ -146,8 +147,9 @@ class Door:
     async def admit(self, method: str, context: Context) -> Call:
         """Lets a call in and sets `CURRENT_CALL` to it, or ends it with a refusal."""
         open_to_all = method.startswith(OPEN_SERVICES)
+        metadata = context.invocation_metadata() or ()  # gRPC makes it anew each time
         try:
-            caller = self._identify_caller(context)
+            caller = self._identify_caller(context, metadata)
         except UnknownCallerError as error:
             if not open_to_all:
                 await self._refuse_unknown(method, str(error), context)
@@ -168,15 +170,15 @@ class Door:
         except ExhaustedError as error:
             await self._tell_refused(caller, method, str(error))
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        call.headers = read_headers(context.invocation_metadata() or ())
+        call.headers = read_headers(metadata)
         CURRENT_CALL.set(call)
         if self._audit.enabled:
             self._audit.log_let_in(caller)
         return call
 
-    def _identify_caller(self, context: Context) -> Caller:
+    def _identify_caller(self, context: Context, metadata: Metadata) -> Caller:
         """Returns the caller. Raises UnknownCallerError."""
-        given = [_text(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
+        given = [_text(value) for name, value in metadata if name == "authorization"]
         if len(given) > 1:
             raise UnknownCallerError("the token is not known here: several were sent")
         if self._name == "unix":

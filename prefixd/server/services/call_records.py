@@ -115,7 +115,7 @@ class Lookup:
         """So many blocks are leased; those behind them are not read."""
         complete = blocks == len(self._tiers)
         self._record.blocks = blocks
-        self._record.hit_tokens = self._by_tier(blocks)
+        self._record.hit_tokens = list(self._record.found_tokens) if complete else self._by_tier(blocks)
         self._stage.end(self._clock(), outcome="complete" if complete else "cut", arrived_blocks=blocks)
 
     def _by_tier(self, blocks: int) -> list[int]:

@@ -283,7 +283,7 @@ def test_a_secret_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, mo
     [
         ({"remote.share": "none"}, r"remote\.share is set, but remote\.url is not"),
         ({"remote.url": "valkey://me:word@127.0.0.1"}, r"leave user and password out"),
-        ({"remote.url": "redis://127.0.0.1"}, r"valkey://host:port \(for Redis, too\)"),
+        ({"remote.url": "http://127.0.0.1"}, r"valkey://host:port or redis://host:port"),
         ({"remote.url": "valkey://127.0.0.1", "remote.tls_ca": "/nowhere"}, r"write valkeys://"),
         (
             {"remote.url": "valkeys://127.0.0.1", "remote.tls_ca": "/nowhere"},

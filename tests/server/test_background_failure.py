@@ -85,7 +85,7 @@ async def test_a_shortage_of_threads_ends_nothing(
                 assert await cache.load(range(16, 32), kept) == 4 and bytes(kept) == bytes([16]) * (4 * 65536)
             port = urlsplit(str(endpoints.metrics)).port
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+            writer.write(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
             assert b"prefixd_scrub" in await reader.read()
             writer.close()
             assert not daemon.done()

@@ -117,6 +117,7 @@ async def test_a_worker_that_gives_up_its_graphs_says_so_once_and_goes_on(caplog
     assert caplog.messages == [
         f"the {worker_process.PART}: captured 3 of 9 CUDA graphs in 5.0 s",
         "the model's operators are merged: compiled functions: no compiler",
+        f"the {worker_process.PART} is ready",
         "decode steps are computed without CUDA graphs: a decode pass of 4 cannot be captured: no",
     ]
     assert len(ready) == 1 and worker.state is WorkerState.READY and not worker.ready.cuda_graphs

@@ -43,6 +43,7 @@ def test_every_method_has_its_statuses() -> None:
         assert {"OK", "INVALID_ARGUMENT"} <= method.statuses
         assert not method.statuses & {"INTERNAL", "UNKNOWN", "CANCELLED", "DATA_LOSS"}
     assert [method.name for method in all_methods() if "DEADLINE_EXCEEDED" in method.statuses] == [
+        "Claim",
         "WatchBlocks",
         "RecordTrace",
     ]

@@ -339,6 +339,7 @@ async def test_it_does_not_grow_into_memory_that_others_take_meanwhile(
         await until(lambda: e.pool.capacity == 20)
         await bench.quiet()
         assert large.state is RequestState.WAITING and e.pool.capacity == 20, "fewer than half of the reserve are free"
+        monkeypatch.setattr(e.pool, "create", create)
         e.others = 0
         bench.now += 1.1
         await until(lambda: large.state is RequestState.RUNNING)

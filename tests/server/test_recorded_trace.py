@@ -56,7 +56,7 @@ def test_a_recorded_trace_has_the_hit_rate_of_the_live_run(launch: Callable[...,
     remote, file = launch({"cpu.bytes": "16MiB", "disk.bytes": 0}), tmp_path / "trace.jsonl"
     command = prefixd("trace", "record", str(file), "--address", remote.daemon.address, "--json")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as recording:
-        remote.until(lambda stats: _is_recording(remote))
+        assert recording.stderr is not None and "recording" in recording.stderr.readline()
         with remote.session() as session:
             space = remote.register(session.session_id, "m", _PART_BYTES, block_tokens=_BLOCK_TOKENS)
             for prompt in conversations():
@@ -91,16 +91,3 @@ def test_a_recorded_trace_has_the_hit_rate_of_the_live_run(launch: Callable[...,
     now = next(size for size in tier.sizes if size.factor == 1)
     assert tier.measured_hit_rate == pytest.approx(live)
     assert now.hit_rate == pytest.approx(live, abs=0.02)
-
-
-def _is_recording(remote: Remote) -> bool:
-    """Whether a second recording is refused."""
-    import grpc
-
-    stream = remote.admin.RecordTrace(admin_pb2.RecordTraceRequest(duration_s=0.001))
-    try:
-        for _ in stream:
-            pass
-    except grpc.RpcError as error:
-        return bool(error.code() == grpc.StatusCode.FAILED_PRECONDITION)
-    return False

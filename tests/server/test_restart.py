@@ -80,7 +80,7 @@ def test_what_survives_a_crash(start: Callable[..., Remote]) -> None:
     admin = remote.admin
     store(remote, "flushed")
     answer = admin.Flush(admin_pb2.FlushRequest())
-    assert (answer.blocks, answer.nbytes) == (10, 10 * 4096)
+    assert (answer.blocks, answer.nbytes) == (10, 10 * 3000)
     store(remote, "durable", durable=True)
     store(remote, "evicted", durable=True)
     assert admin.Flush(admin_pb2.FlushRequest()).blocks == 0

@@ -74,7 +74,7 @@ def record_command(
                 async with connected(address) as client, aclosing(client.record_trace(duration or 0.0)) as answers:
                     began = False
                     async for answer in answers:
-                        if not began and not as_json:
+                        if not began:
                             typer.echo("recording; Ctrl-C ends it", err=True)
                         began = True
                         trace.dropped = answer.dropped_requests

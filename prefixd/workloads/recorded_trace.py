@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prefixd.base.errors import ConfigError
 from prefixd.workloads.mooncake import HASH_TOKENS
+from prefixd.workloads.part_file import open_part
 
 
 class RecordedTrace:
@@ -31,17 +31,10 @@ class RecordedTrace:
         self.file = file
         self.dropped = 0
         """Requests that the daemon had to drop."""
-        self._part = file.with_name(file.name + ".part")
+        self._part, self._lines = open_part(file, force=force)
         self._numbers: dict[int, int] = {}
         self._places: list[tuple[int, int, int]] = []  # (arrival in ms, offset in the file, length)
         self._prompt_tokens = self._blocks = self._offset = 0
-        if not force and file.exists():
-            raise ConfigError(f"{file} exists already; give another name, or --force to replace it")
-        try:
-            self._part.unlink(missing_ok=True)
-            self._lines = os.fdopen(os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w+b")
-        except OSError as error:
-            raise ConfigError(f"{self._part} cannot be written ({error.strerror}); give another place") from error
 
     def __enter__(self) -> Self:
         return self

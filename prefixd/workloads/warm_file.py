@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from prefixd.base.errors import ConfigError
+from prefixd.workloads.part_file import open_part
 
 MOST_PREFIXES = 100_000
 MOST_BYTES = 1 << 30
@@ -74,14 +75,7 @@ class WarmFile:
         self.prefixes = 0
         self._bytes = 0
         self._known: set[bytes] = set()
-        self._part = file.with_name(file.name + ".part")
-        if not force and file.exists():
-            raise ConfigError(f"{file} exists already; give another name, or --force to replace it")
-        try:
-            self._part.unlink(missing_ok=True)
-            self._lines = os.fdopen(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-        except OSError as error:
-            raise ConfigError(f"{self._part} cannot be written ({error.strerror}); give another place") from error
+        self._part, self._lines = open_part(file, force=force)
 
     def __enter__(self) -> Self:
         return self

@@ -38,6 +38,8 @@ from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
 from prefixd.server.kv_events import KVEvents
+from prefixd.server.prefixes.prompt_lookup import PromptLookup
+from prefixd.server.request_records.why_answers import WhyAnswers
 from prefixd.server.rpc.door import finish_work
 from prefixd.server.rpc.health_service import Health
 from prefixd.server.rpc.listeners import Listeners, local_door
@@ -46,8 +48,6 @@ from prefixd.server.rpc.processes import ProcessWatch
 from prefixd.server.services.admin_service import AdminService
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.server.services.inference_service import InferenceService
-from prefixd.server.services.prompt_lookup import PromptLookup
-from prefixd.server.services.why_answers import WhyAnswers
 from prefixd.server.settings_reload import SettingsReload
 from prefixd.server.startup.compute_device import resolve_device
 from prefixd.server.startup.exclusive_use import lock_directory, remove_stale_socket

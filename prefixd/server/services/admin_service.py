@@ -19,15 +19,15 @@ from prefixd.observability.eviction_journal import Reason
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
+from prefixd.server.prefixes.prefix_info import inspect_prefix
+from prefixd.server.prefixes.prefix_keys import find_prefix
+from prefixd.server.prefixes.prefix_pages import list_prefixes
+from prefixd.server.prefixes.prompt_lookup import PromptLookup
+from prefixd.server.prefixes.warm_answers import WarmAnswers
+from prefixd.server.request_records.trace_recording import TraceRecording
+from prefixd.server.request_records.why_answers import WhyAnswers
 from prefixd.server.rpc.door import streaming, unary
 from prefixd.server.rpc.receiving import current_caller
-from prefixd.server.services.prefix_info import inspect_prefix
-from prefixd.server.services.prefix_keys import find_prefix
-from prefixd.server.services.prefix_pages import list_prefixes
-from prefixd.server.services.prompt_lookup import PromptLookup
-from prefixd.server.services.trace_recording import TraceRecording
-from prefixd.server.services.warm_answers import WarmAnswers
-from prefixd.server.services.why_answers import WhyAnswers
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2

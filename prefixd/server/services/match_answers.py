@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from prefixd.base.errors import InvalidArgumentError
-from prefixd.base.long_work.pacer import Pacer, give_way
-from prefixd.base.tiers import Tier
-from prefixd.cache import BlockChain, Namespace, Session, TieredCache, Trie
+from prefixd.base.long_work.pacer import Pacer
+from prefixd.cache import BlockChain, Namespace, Session, TieredCache
 from prefixd.cache.cache import MAX_BLOCKS
-from prefixd.cache.index.trie import Rows
 from prefixd.cache.prompt_listeners import Lookup
 from prefixd.cache.sessions.claims import ClaimedByOther
 from prefixd.server.services.load_estimates import LoadEstimates
+from prefixd.server.tier_runs import tier_runs
 from prefixd.v1 import cache_pb2 as pb
 
 PROMPTS = 256
 """Most prompts of a MatchMany."""
 _PROMPTS_BYTES = 4 << 20
 _PROMPT_WORK = 50  # of finding a prompt, beside its blocks; see `Pacer`
-_RUNS_AT_ONCE = 256  # listed in one turn
 
 
 class MatchAnswers:
@@ -125,16 +121,3 @@ def _message(other: ClaimedByOther) -> pb.ClaimedByOther:
         age_s=other.age_s,
         left_s=other.left_s,
     )
-
-
-async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
-    """Returns the present tiers of the blocks of a usable prefix, run-length encoded."""
-    tiers = trie.distances(path)
-    starts = np.flatnonzero(np.diff(tiers, prepend=-1))
-    lengths = np.diff(starts, append=len(tiers))
-    runs = []
-    for tier, blocks in zip(tiers[starts].tolist(), lengths.tolist(), strict=True):
-        runs.append(pb.TierRun(tier=Tier(tier).wire, blocks=blocks))
-        if not len(runs) % _RUNS_AT_ONCE:
-            await give_way()
-    return runs

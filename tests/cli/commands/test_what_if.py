@@ -12,7 +12,7 @@ import pytest
 from prefixd.base.errors import ConfigError
 from prefixd.cli.output import grid
 from prefixd.cli.output.what_if_table import _table
-from prefixd.server.services import trace_recording
+from prefixd.server.request_records import trace_recording
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.workloads.mooncake import HASH_TOKENS, read_trace
 from prefixd.workloads.recorded_trace import RecordedTrace

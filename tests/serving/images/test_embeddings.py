@@ -14,8 +14,8 @@ import pytest
 from prefixd.base.long_work.pacer import Pacer
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import GPU
-from prefixd.server.services.prefix_info import describe
-from prefixd.server.services.prefix_keys import Prefix
+from prefixd.server.prefixes.prefix_info import describe
+from prefixd.server.prefixes.prefix_keys import Prefix
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench

@@ -19,8 +19,8 @@ from prefixd.base.sampling import BeamSearch
 from prefixd.cache import Trie, check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
-from prefixd.server.services.prefix_info import describe
-from prefixd.server.services.prefix_keys import Prefix
+from prefixd.server.prefixes.prefix_info import describe
+from prefixd.server.prefixes.prefix_keys import Prefix
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds, ImageKv, image_namespace
 from prefixd.serving.request.request import Request

@@ -15,7 +15,7 @@ from prefixd.cache.placement.lacked_blocks import note_missing
 from prefixd.observability.eviction_journal import Reason, acting, because
 from prefixd.observability.request_log import RequestLog
 from prefixd.observability.request_record import Kind, RequestRecord, StageName
-from prefixd.server.services.why_answers import WhyAnswers
+from prefixd.server.request_records.why_answers import WhyAnswers
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 from tests.rig import OpenCache

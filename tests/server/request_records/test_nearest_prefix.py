@@ -14,7 +14,7 @@ from prefixd.cache.index.trie import CPU
 from prefixd.cache.placement.lacked_blocks import note_missing
 from prefixd.observability.explanations import Difference, Elsewhere
 from prefixd.observability.missing_blocks import MissingBlocks
-from prefixd.server.services.nearest_prefix import find_difference, find_elsewhere
+from prefixd.server.request_records.nearest_prefix import find_difference, find_elsewhere
 from tests.rig import OpenCache
 
 TOKENS = 4

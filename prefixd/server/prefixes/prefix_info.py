@@ -14,7 +14,7 @@ from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.cache.rules import GroupMask
-from prefixd.server.services.prefix_keys import Prefix, find_prefix
+from prefixd.server.prefixes.prefix_keys import Prefix, find_prefix
 from prefixd.v1 import admin_pb2 as pb
 
 LIMIT = 1000

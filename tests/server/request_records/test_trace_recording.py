@@ -11,7 +11,7 @@ import pytest
 from prefixd.base.errors import InvalidArgumentError, PreconditionError
 from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.prompt_listeners import Lookup
-from prefixd.server.services.trace_recording import TraceRecording
+from prefixd.server.request_records.trace_recording import TraceRecording
 from prefixd.v1 import admin_pb2 as pb
 from tests.rig import Rig
 

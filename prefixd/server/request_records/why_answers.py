@@ -15,7 +15,7 @@ from prefixd.observability.explanations import Difference, Evicted, Findings
 from prefixd.observability.missing_blocks import MissingBlocks
 from prefixd.observability.request_log import RequestLog
 from prefixd.observability.request_record import Kind, RequestRecord, Stage, StageName
-from prefixd.server.services.nearest_prefix import find_difference, find_elsewhere
+from prefixd.server.request_records.nearest_prefix import find_difference, find_elsewhere
 from prefixd.serving.generation import Generation
 from prefixd.v1 import admin_pb2 as pb
 

@@ -18,10 +18,10 @@ from prefixd.base.long_work.pacer import Pacer
 from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows
-from prefixd.server.services import prefix_info, prefix_keys, prefix_pages
-from prefixd.server.services.prefix_info import LIMIT, inspect_prefix
-from prefixd.server.services.prefix_keys import Prefix, find_prefix
-from prefixd.server.services.prefix_pages import list_prefixes
+from prefixd.server.prefixes import prefix_info, prefix_keys, prefix_pages
+from prefixd.server.prefixes.prefix_info import LIMIT, inspect_prefix
+from prefixd.server.prefixes.prefix_keys import Prefix, find_prefix
+from prefixd.server.prefixes.prefix_pages import list_prefixes
 from prefixd.v1 import admin_pb2 as pb
 from tests.rig import OpenCache
 
@@ -94,7 +94,7 @@ async def test_pages_have_every_prefix_once_and_the_latest_first(
 async def test_a_page_that_grows_too_large_ends_early(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     for prompt in range(10):
         enter(cache, 0, 2, float(prompt))
-    monkeypatch.setattr("prefixd.server.services.prefix_pages._PAGE_BYTES", 1)
+    monkeypatch.setattr("prefixd.server.prefixes.prefix_pages._PAGE_BYTES", 1)
     found: list[str] = []
     token = b""
     for _ in range(10):

@@ -17,8 +17,8 @@ from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.long_work.pacer import Pacer, give_way
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows
-from prefixd.server.services.prefix_info import describe, page_limit
-from prefixd.server.services.prefix_keys import Prefix
+from prefixd.server.prefixes.prefix_info import describe, page_limit
+from prefixd.server.prefixes.prefix_keys import Prefix
 from prefixd.v1 import admin_pb2 as pb
 
 DEFAULT_LIMIT = 100

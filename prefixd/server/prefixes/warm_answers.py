@@ -14,8 +14,8 @@ from prefixd.cache import Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.namespaces import check_part_count, namespace_digest
 from prefixd.cache.placement.paths import find_path
-from prefixd.server.services.match_answers import tier_runs
-from prefixd.server.services.prefix_keys import find_prefix
+from prefixd.server.prefixes.prefix_keys import find_prefix
+from prefixd.server.tier_runs import tier_runs
 from prefixd.v1 import admin_pb2 as pb
 
 _LOOKUP_S = 10.0

@@ -12,8 +12,8 @@ import pytest
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.cache.index.trie import CPU
-from prefixd.server.services import warm_answers
-from prefixd.server.services.warm_answers import WarmAnswers
+from prefixd.server.prefixes import warm_answers
+from prefixd.server.prefixes.warm_answers import WarmAnswers
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 from tests.cache.remote.memory_store import MemoryStore

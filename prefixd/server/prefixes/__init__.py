@@ -1,0 +1,1 @@
+"""Prefixes that operators name by key or by prompt: lists, describes and warms them."""

@@ -44,6 +44,7 @@ class Cause(StrEnum):
     UNCACHED = "cache_not_used"
     DEGRADED = "tier_degraded"
     REST = "all_cached"
+    SHORT = "prompt_too_short"
     REFUSED = "refused"
     FAILED = "failed"
 
@@ -157,6 +158,10 @@ def _why_computed(record: RequestRecord, findings: Findings) -> tuple[Cause, str
     missing = record.missing
     if found - record.cached_tokens > tokens - found:
         return _why_not_loaded(record, findings, found - record.cached_tokens)
+    if missing is None and not found and tokens and record.kind is not Kind.STORE:
+        return Cause.SHORT, (
+            f"none of its {tokens:,} tokens can be cached: the cache has whole blocks, and it is no longer than one"
+        )
     if missing is None:
         return Cause.REST, f"{computed:,} tokens behind the last whole cached block are always computed"
     if findings.evicted:

@@ -88,6 +88,15 @@ def test_a_tier_that_was_degraded() -> None:
     assert named(computed(9, missing=0))[0] is Cause.REST
 
 
+def test_a_prompt_without_a_block_that_could_be_cached() -> None:
+    cause, sentence = named(computed(0, missing=0, prompt_tokens=16))
+    assert cause is Cause.SHORT
+    assert sentence.endswith(
+        "because none of its 16 tokens can be cached: the cache has whole blocks, and it is no longer than one."
+    )
+    assert named(computed(0, missing=0, kind=Kind.STORE))[0] is Cause.REST
+
+
 def not_loaded(**given: Any) -> RequestRecord:
     return computed(9, 0, missing=1, **given)
 

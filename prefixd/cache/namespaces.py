@@ -84,6 +84,11 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         """Whether its blocks are of images that prompts for one of the daemon's own models show; see `for_images`."""
         return self.worker and self.name.endswith(_OF_IMAGES)
 
+    @property
+    def of_prompts(self) -> str:
+        """The name of the namespace of the prompts, itself unless it is for their images: "5f1e..."."""
+        return self.name.removesuffix(_OF_IMAGES) if self.worker else self.name
+
     def for_images(self, block_tokens: int, part: PartSpec) -> NamespaceSpec:
         """The namespace for the images that its prompts show, of the same users. Its name: "5f1e...-images"."""
         return msgspec.structs.replace(self, name=self.name + _OF_IMAGES, block_tokens=block_tokens, parts=(part,))

@@ -50,7 +50,9 @@ def complete_namespaces(incomplete: str) -> list[str]:
     """Returns names of namespaces."""
 
     async def names(client: AsyncClient) -> Iterable[str]:
-        return dict.fromkeys(each.namespace.name for each in (await client.stats()).namespaces)
+        stats = await client.stats()
+        models = {model.namespace: model.name for model in stats.models}
+        return dict.fromkeys(models.get(each.namespace.name, each.namespace.name) for each in stats.namespaces)
 
     return _beginning_with(incomplete, names)
 

@@ -126,9 +126,20 @@ def parse_token_ids(text: str) -> list[int]:
 
 
 async def namespace_id_of(client: AsyncClient, name: str) -> bytes:
-    """Returns the id of the one namespace that has this name or this id in hex; raises CommandFailed."""
+    """Returns the id of the one namespace that has this name, of this model, or with this id in hex.
+
+    The first 8 digits of an id, which `prefixd ls` shows, will do. Raises CommandFailed.
+    """
     stats = await client.stats()
-    found = [each for each in stats.namespaces if name in (each.namespace.name, each.namespace_id.hex())]
+    models = names_by_model(stats)
+
+    def names(each: admin_pb2.NamespaceStats) -> tuple[str, str]:
+        own = each.namespace.name
+        return (models.get(own, own) if each.worker else own), own
+
+    found = [each for each in stats.namespaces if name in (*names(each), each.namespace_id.hex())]
+    if not found and re.fullmatch("[0-9a-f]{8,16}", name):
+        found = [each for each in stats.namespaces if each.namespace_id.hex().startswith(name)]
     if len(found) == 1:
         return found[0].namespace_id
     if found:
@@ -139,9 +150,15 @@ async def namespace_id_of(client: AsyncClient, name: str) -> bytes:
         )
     if re.fullmatch("[0-9a-f]{16}", name):  # the daemon lists only the namespaces with the most blocks
         return bytes.fromhex(name)
-    known = ", ".join(dict.fromkeys(each.namespace.name for each in stats.namespaces)) or "none yet"
+    known = ", ".join(dict.fromkeys(names(each)[0] for each in stats.namespaces)) or "none yet"
     more = f" and {stats.other_namespaces:,} with fewer blocks: give the id of one" if stats.other_namespaces else ""
     raise CommandFailed(f"no namespace {name!r}; the daemon has: {known}{more}")
+
+
+def names_by_model(stats: admin_pb2.StatsResponse) -> dict[str, str]:
+    """Returns what people call the namespaces of the daemon's models, by their own names: `{"5f1e...": "llama"}`."""
+    named = {model.namespace: model.name for model in reversed(stats.models)}
+    return named | {f"{namespace}-images": f"{name}-images" for namespace, name in named.items()}
 
 
 def _describe(namespace: admin_pb2.NamespaceStats) -> str:

@@ -1062,7 +1062,7 @@ class GroupInfo(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., parts: _Optional[int] = ..., rule: _Optional[str] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class PrefixInfo(_message.Message):
-    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "remote_blocks", "idle_s", "pinned", "held", "groups", "tenant", "hits")
+    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "remote_blocks", "idle_s", "pinned", "held", "groups", "tenant", "hits", "model")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -1079,6 +1079,7 @@ class PrefixInfo(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     key: str
     namespace_id: bytes
     namespace_name: str
@@ -1095,7 +1096,8 @@ class PrefixInfo(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[GroupInfo]
     tenant: str
     hits: int
-    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., tenant: _Optional[str] = ..., hits: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., tenant: _Optional[str] = ..., hits: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class FindPrefixRequest(_message.Message):
     __slots__ = ("text", "token_ids", "model", "namespace_id")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from prefixd.cli.failures import CommandFailed
+from prefixd.cli.named_prefix import namespace_id_of
 from prefixd.cli.output.tables import print_stats
 from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.server.figures.snapshot import total_worker
@@ -83,3 +87,23 @@ def test_metrics_total_all_models_and_name_each() -> None:
         assert (figures[f"prefixd_model_{name}", "llama"], figures[f"prefixd_model_{name}", "jamba"]) == (llama, jamba)
     assert figures["prefixd_model_state_resumed_tokens_total", "jamba"] == 4500
     assert ("prefixd_model_state_resumed_tokens_total", "llama") not in figures
+
+
+class Daemon:
+    async def stats(self) -> pb.StatsResponse:
+        return stats_of_two()
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("llama", 0), ("5f1e-a8", 0), ("llama-images", 2), ("01010101", 1), ("0101010101010101", 1), ("ab" * 8, 0xAB)],
+)
+async def test_a_namespace_is_named_as_ls_shows_it(name: str, at: int) -> None:
+    daemon: Any = Daemon()
+    assert await namespace_id_of(daemon, name) == bytes([at]) * 8
+
+
+async def test_an_unknown_name_is_answered_with_those_that_ls_shows() -> None:
+    daemon: Any = Daemon()
+    with pytest.raises(CommandFailed, match="no namespace 'x'; the daemon has: llama, jamba, llama-images"):
+        await namespace_id_of(daemon, "x")

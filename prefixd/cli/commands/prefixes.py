@@ -33,7 +33,12 @@ EVICT_EXAMPLES = examples(
 )
 Namespace = Annotated[
     str | None,
-    typer.Option("--namespace", metavar="NAME|ID", show_default=False, help="Only this namespace, by name or by id."),
+    typer.Option(
+        "--namespace",
+        metavar="NAME|ID",
+        show_default=False,
+        help="Only this namespace, by the name or id that is shown.",
+    ),
 ]
 
 

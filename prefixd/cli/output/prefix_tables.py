@@ -14,6 +14,7 @@ from prefixd.cli.output.terminal import cleaned
 from prefixd.v1 import admin_pb2
 
 KEY_DIGITS = 12
+_ID_DIGITS = 8  # of a namespace's 16, where several have one name
 
 
 def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int, *, by_hits: bool = False) -> None:
@@ -25,11 +26,16 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int, *, by_h
     groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
     tenants = ("tenant",) if len({prefix.tenant for prefix in prefixes}) > 1 else ()
     made = table("prefix", *tenants, "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
+    ids: dict[str, set[bytes]] = {}
     for prefix in prefixes:
+        ids.setdefault(_namespace_name(prefix), set()).add(prefix.namespace_id)
+    for prefix in prefixes:
+        name = _namespace_name(prefix)
+        which = f" ({prefix.namespace_id.hex()[:_ID_DIGITS]})" if len(ids[name]) > 1 else ""
         made.add_row(
             prefix.key[:KEY_DIGITS],
             *([Text(prefix.tenant)] if tenants else []),
-            Text(prefix.namespace_name),
+            Text(f"{name}{which}"),
             f"{prefix.tokens:,}",
             as_size(prefix.nbytes),
             *(str(getattr(prefix, f"{tier}_blocks") or "-") for tier in tiers),
@@ -51,6 +57,12 @@ def print_pinned(blocks: int, nbytes: int) -> None:
     """Prints the total of pinned blocks, if there are any."""
     if blocks:
         console().print(f"{blocks:,} blocks pinned, {as_size(nbytes)}")
+
+
+def _namespace_name(prefix: admin_pb2.PrefixInfo) -> str:
+    """Returns the model's name, or the name that an engine gave."""
+    images = "-images" if prefix.namespace_name.endswith("-images") else ""
+    return f"{prefix.model}{images}" if prefix.model else prefix.namespace_name
 
 
 def _marks(pinned: bool, held: int) -> str:
@@ -79,7 +91,7 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool, tex
     prefix = inspection.prefix
     out = console()
     of = f" of {prefix.tenant}" if prefix.tenant not in ("", "default") else ""
-    out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()}){of}"))
+    out.print(Text(f"{prefix.key} in {_namespace_name(prefix)} ({prefix.namespace_id.hex()}){of}"))
     hits = f", {prefix.hits:,} hits" if prefix.hits else ""
     out.print(
         f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {as_size(prefix.nbytes)}, "

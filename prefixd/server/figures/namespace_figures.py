@@ -72,9 +72,8 @@ async def fill_figures(cache: TieredCache, counted: Mapping[int, int], models: M
         await pacer.worked(1 + len(namespace.spec.parts) // 8)
         if not (count := counted.get(namespace.ordinal, 0)):
             continue
-        tenant, name = namespace.spec.who
+        tenant, name = namespace.spec.tenant, namespace.spec.of_prompts
         if namespace.spec.worker:
-            name = name.removesuffix("-images")  # as `NamespaceSpec.for_images` names them
             name = models.get(name, name)
         nbytes[tenant, name] += count * sum(part.nbytes for part in namespace.spec.parts)
         blocks[tenant, name] += count

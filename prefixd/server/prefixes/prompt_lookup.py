@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import numpy as np
 
@@ -72,6 +73,14 @@ class PromptLookup:
         ids = [list(block.token_ids) for block in answer.blocks]
         for block, text in zip(answer.blocks, await model.threads.load(model.codec.texts, ids), strict=True):
             block.text = text
+
+    def add_models(self, prefixes: Iterable[pb.PrefixInfo]) -> None:
+        """Names in each prefix the model whose worker computed it."""
+        names = {host.namespace_name: host.name for host in reversed([*self._models.values()])}
+        for prefix in prefixes:
+            with suppress(NotFoundError):  # the namespace was forgotten meanwhile
+                spec = self._cache.namespaces.get(prefix.namespace_id).spec
+                prefix.model = names.get(spec.of_prompts, "") if spec.worker else ""
 
     def _ready(self) -> list[ServedModel]:
         return [host.loaded for host in self._models.values() if host.loaded is not None]

@@ -87,12 +87,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary
     async def ListPrefixes(self, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
         """Lists the ends of cached prefixes in the order that is asked for."""
-        return await list_prefixes(self._cache, request)
+        answer = await list_prefixes(self._cache, request)
+        self._prompts.add_models(answer.prefixes)
+        return answer
 
     @unary
     async def Inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
         """Describes one prefix, block by block."""
         answer = await inspect_prefix(self._cache, request)
+        self._prompts.add_models([answer.prefix])
         if request.text:
             await self._prompts.add_text(answer)
         return answer

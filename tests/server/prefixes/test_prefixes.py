@@ -8,6 +8,7 @@ import math
 import struct
 import time
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from prefixd.server.prefixes import prefix_info, prefix_keys, prefix_pages
 from prefixd.server.prefixes.prefix_info import LIMIT, inspect_prefix
 from prefixd.server.prefixes.prefix_keys import Prefix, find_prefix
 from prefixd.server.prefixes.prefix_pages import list_prefixes
+from prefixd.server.prefixes.prompt_lookup import PromptLookup
 from prefixd.v1 import admin_pb2 as pb
 from tests.rig import OpenCache
 
@@ -339,6 +341,16 @@ async def test_a_namespace_with_one_group_is_shown_as_ever(cache: TieredCache) -
     assert [(list(block.tiers), block.nbytes) for block in shown.blocks] == [([CPU + 1], 4096)] * 2
     (group,) = shown.prefix.groups
     assert (group.rule, group.blocks, shown.prefix.nbytes) == ("full attention", 2, 8192)
+
+
+async def test_prefixes_of_a_worker_name_its_model(cache: TieredCache) -> None:
+    own = NamespaceSpec("5f1e", TOKENS, (PartSpec("full", 0, 4096),), worker=True)
+    specs = [own, own.for_images(TOKENS, own.parts[0]), NamespaceSpec("5f1e", TOKENS, own.parts)]
+    homes = [cache.register(spec) for spec in specs]
+    infos = [pb.PrefixInfo(namespace_id=home.id) for home in homes]
+    host: Any = SimpleNamespace(namespace_name="5f1e", name="llama")
+    PromptLookup(cache, {"llama": host}).add_models([*infos, pb.PrefixInfo(namespace_id=b"forgotten")])
+    assert [info.model for info in infos] == ["llama", "llama", ""]
 
 
 @pytest.mark.parametrize("limit", [2, 50])

@@ -8,24 +8,10 @@ from typing import Annotated
 import typer
 
 from prefixd import __version__
-from prefixd.cli.commands import (
-    admin,
-    config,
-    doctor,
-    generate,
-    plan,
-    prefixes,
-    record_trace,
-    recover,
-    serve,
-    tenants,
-    tier,
-    top,
-    verify,
-    warm,
-    what_if,
-    why,
-)
+from prefixd.cli.commands import admin, config, generate, plan, prefixes, serve, tenants, tier
+from prefixd.cli.commands.integrity import doctor, recover, verify
+from prefixd.cli.commands.performance import top, what_if, why
+from prefixd.cli.commands.recordings import record_trace, warm
 from prefixd.cli.connect import asks_daemon
 from prefixd.cli.demo import demo
 from prefixd.cli.failures import CleanGroup, examples, paragraphs

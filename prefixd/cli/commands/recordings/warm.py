@@ -11,7 +11,7 @@ from prefixd.cli.connect import Address, Json, asks_daemon, connected, run
 from prefixd.cli.failures import EXIT_FAILED, CleanGroup, examples, paragraphs
 
 if TYPE_CHECKING:
-    from prefixd.cli.warming import Warmed
+    from prefixd.cli.commands.recordings.warming import Warmed
 
 _SHOWN = 20
 _RECORD = ("prefixd warm record prefixes.jsonl --tokens --by hits", "prefixd warm record prefixes.jsonl --limit 100")
@@ -50,10 +50,10 @@ def record_command(
     needs the token ids, which are what users have written: FILE is theirs as much as the prompts are. Only its owner
     may read it. Salts are never written: prefixes of namespaces with a salt can be warmed up once their engine runs.
     """
+    from prefixd.cli.commands.recordings.warming import record
     from prefixd.cli.named_prefix import namespace_id_of
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import progress
-    from prefixd.cli.warming import record
     from prefixd.workloads.warm_file import WarmFile
 
     async def write() -> tuple[int, int]:
@@ -93,9 +93,9 @@ def load_command(
     The exit status is 1 if a prefix failed. Prefixes that are cached nowhere, as of an engine's that nobody computes
     here, are no failure.
     """
+    from prefixd.cli.commands.recordings.warming import Warming
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import progress
-    from prefixd.cli.warming import Warming
     from prefixd.workloads.warm_file import read_warm_file
 
     prefixes = sum(1 for _ in read_warm_file(file))  # a wrong line is reported before anything is done

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.cli.commands.doctor import EXIT_DEGRADED
+from prefixd.cli.commands.integrity.doctor import EXIT_DEGRADED
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from tests.waiting import wait_until

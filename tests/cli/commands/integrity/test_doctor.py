@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefixd.cli import host_checks, machine_checks
-from prefixd.cli.commands import doctor
+from prefixd.cli.commands.integrity import doctor
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, cache_pb2
 

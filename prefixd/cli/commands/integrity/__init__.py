@@ -1,0 +1,1 @@
+"""Commands that find damage and wrong accounts, and bring back what is left."""

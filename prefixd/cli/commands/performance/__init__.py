@@ -1,0 +1,1 @@
+"""Commands that show why requests are slow, and what would help."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_LOGPROBS = 20
 """Most alternatives to a token with logprobs in an answer."""
+MOST_TOP_K = (1 << 32) - 1
+"""As a uint32 of gRPC holds it. JSON has larger integers, and the worker's messages take 64 bits at most."""
 MOST_BEAMS = 16
 MOST_STOP_TOKENS = 1024
 MOST_STOP_STRINGS = 16
@@ -110,8 +112,8 @@ class Sampling:
         """Raises InvalidArgumentError if a value is out of its range for every model, in constant time."""
         if self.temperature < 0 or not math.isfinite(self.temperature):
             raise InvalidArgumentError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
-        if self.top_k < 0:
-            raise InvalidArgumentError(f"top_k is {self.top_k}; it must be 0 (off) or positive")
+        if not 0 <= self.top_k <= MOST_TOP_K:
+            raise InvalidArgumentError(f"top_k is {self.top_k}; it must be 0 (off) or positive, at most {MOST_TOP_K}")
         for name in ("top_p", "min_p"):
             self._check_range(name, (0, 1))
         if self.repetition_penalty != 0:

@@ -31,6 +31,7 @@ def test_forced_tokens_are_ids_or_bytes() -> None:
     [
         ({"temperature": float("nan")}, "temperature is nan; it must be 0 (greedy) or positive"),
         ({"top_k": -1}, "top_k is -1; it must be 0 (off) or positive"),
+        ({"top_k": 1 << 64}, "top_k is 18446744073709551616; it must be 0 (off) or positive, at most 4294967295"),
         ({"min_p": 1.5}, "min_p is 1.5; it must be between 0 and 1"),
         ({"repetition_penalty": 0.001}, "repetition_penalty is 0.001; it must be between 0.01 and 100, where 1 is off"),
         ({"presence_penalty": 3}, "presence_penalty is 3; it must be between -2 and 2, where 0 is off"),

@@ -214,6 +214,7 @@ REFUSED = [
     {"temperature": -1},
     {"temperature": "hot"},
     {"top_p": 2},
+    {"top_k": 1 << 64},
     {"n": 0},
     {"n": 33},
     {"best_of": 0},

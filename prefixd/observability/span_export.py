@@ -48,7 +48,7 @@ class SpanCounts:
     failed_spans: int = 0
     """Spans that it has not taken, after repeated tries."""
     dropped_requests: int = 0
-    """Requests whose spans were not made, since too many waited."""
+    """Requests whose spans were not made, since too many waited, or since it failed."""
 
 
 class SpanExport:
@@ -113,10 +113,17 @@ class SpanExport:
 
     def _send(self) -> None:
         """Sends the spans of the requests that have waited longest, in one message."""
+        spans, failure = list[ReadableSpan](), ""
         for _ in range(min(_BATCH, len(self._waiting))):
-            self._make_spans(self._waiting.popleft())
-        spans, failure = list(self._made), ""
-        self._made.clear()
+            record = self._waiting.popleft()
+            try:
+                self._make_spans(record)
+            except Exception:  # one record must not end the thread, nor take the others' spans along
+                self.counts.dropped_requests += 1
+                log.exception("request %s has no spans", record.id)
+            else:
+                spans += self._made
+            self._made.clear()
         if not spans:
             return
         try:

@@ -160,6 +160,19 @@ def test_lost_spans_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture
     ]
 
 
+def test_a_record_without_spans_takes_no_other_along(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = Held()
+    export = SpanExport(exporter)
+    requests = Requests(export)
+    requests.generate()
+    export._waiting[0].arrival_unix_s = float("nan")
+    requests.generate()
+    export.start()
+    export.close()
+    assert len(exporter.spans) == export.counts.exported_spans == 4
+    assert export.counts.dropped_requests == 1 and "request r1 has no spans" in caplog.text
+
+
 @pytest.mark.slow
 def test_an_engines_calls_are_spans_within_its_own() -> None:
     receiver = Receiver()

@@ -3,6 +3,7 @@
 PrefixdError
     InvalidArgumentError     the call is wrong, whatever the state of the cache
         PromptTooLongError
+        ChatRefusedError
     NotFoundError            there is no such namespace, session, lease, reservation or prefix
         SessionEndedError
     AlreadyExistsError       another object has the name
@@ -26,6 +27,11 @@ class PrefixdError(Exception):
 
     status: ClassVar[str] = "INTERNAL"
 
+    @property
+    def without_prompt(self) -> str:
+        """The message for records and logs, which have no text of a prompt."""
+        return str(self)
+
 
 class InvalidArgumentError(PrefixdError):
     """The call is wrong in any state of the cache."""
@@ -35,6 +41,29 @@ class InvalidArgumentError(PrefixdError):
 
 class PromptTooLongError(InvalidArgumentError):
     """The prompt has more tokens than the model takes."""
+
+
+class ChatRefusedError(InvalidArgumentError):
+    """The model's chat template does not take a chat. What the template says may quote the chat.
+
+    Args:
+        kind: of the template's error.
+        said: by the template, for the caller alone.
+    """
+
+    def __init__(self, kind: str, said: str) -> None:
+        super().__init__(_CHAT_REFUSED.format(f"{kind}: {said}"))
+        self._kind = kind
+
+    @property
+    def without_prompt(self) -> str:
+        return _CHAT_REFUSED.format(self._kind)
+
+
+_CHAT_REFUSED = (
+    "the model's chat template does not take these messages ({}); change their roles, their order or their content, or "
+    "use /v1/completions"
+)
 
 
 class NotFoundError(PrefixdError):

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from itertools import islice
 
 from prefixd.base.errors import PrefixdError
@@ -19,7 +19,8 @@ DEFAULT_KEPT = 4096
 LONGEST_ID = 256
 """Characters of an id, at most; a call with a longer id is refused, and its record gets a number."""
 MOST_OF_AN_ID = 64
-"""Records of one id that are found by it: the latest calls of an engine's request."""
+"""Records of one id that are found by it: the latest calls of an engine's request. Each tenant has as many: it may choose
+the id of another's request."""
 
 
 class RequestLog:
@@ -48,7 +49,8 @@ class RequestLog:
         self.kept = kept
         self._numbers = itertools.count(1)
         self._records: OrderedDict[int, RequestRecord] = OrderedDict()  # by number, the oldest first
-        self._by_id: dict[str, list[int]] = {}  # numbers, of ids and of clients' ids; the oldest first
+        self._by_id: dict[str, dict[str, list[int]]] = {}
+        """Id or client's id -> tenant -> numbers, the oldest first."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -93,9 +95,9 @@ class RequestLog:
         )
         if self.kept:
             self._records[number] = record
-            self._enter(record.id, number)
+            self._enter(record.id, tenant, number)
             if client_id and client_id != record.id:
-                self._enter(client_id, number)
+                self._enter(client_id, tenant, number)
             if len(self._records) > self.kept:
                 self._drop_oldest()
         return record
@@ -104,33 +106,31 @@ class RequestLog:
         """Gives a record that has just begun the id that was chosen for the request."""
         if record.id == id:
             return
-        if self.kept and (numbers := self._by_id.get(record.id)):
-            number = next((number for number in reversed(numbers) if self._records.get(number) is record), None)
-            if number is not None:
-                if record.id != record.client_id:
-                    self._leave(record.id, number)
-                self._enter(id, number)
+        numbers = self._by_id.get(record.id, {}).get(record.tenant, ())
+        number = next((number for number in reversed(numbers) if self._records.get(number) is record), None)
+        if number is not None:
+            if record.id != record.client_id:
+                self._leave(record.id, record.tenant, number)
+            self._enter(id, record.tenant, number)
         record.id = id
 
-    def find(self, id: str, tenant: str | None = None) -> list[RequestRecord]:
-        """The records with this id, or with this client's id, the oldest first: one of a request of Generate, several
-        of an engine's request. `tenant`: only those of this tenant."""
-        found = (self._records[number] for number in self._by_id.get(id, ()))
-        return [record for record in found if tenant is None or record.tenant == tenant]
+    def find(self, id: str) -> list[RequestRecord]:
+        """The latest records with this id, or with this client's id, the oldest first: one of a request of Generate,
+        several of an engine's request. `MOST_OF_AN_ID` at most, of which tenants that use the same id have shares."""
+        by_tenant = self._by_id.get(id, {})
+        share = max(1, MOST_OF_AN_ID // max(1, len(by_tenant)))
+        latest = sorted(number for numbers in by_tenant.values() for number in numbers[-share:])
+        return [self._records[number] for number in latest[-MOST_OF_AN_ID:]]
 
     @property
     def now_s(self) -> float:
         """The present time of the records' clock."""
         return self._clock()
 
-    def last(self, n: int, tenant: str | None = None, *, kinds: Collection[Kind] | None = None) -> list[RequestRecord]:
-        """The last `n` records, the latest first. `tenant`, `kinds`: only those of this tenant, of these kinds."""
-        return list(islice(self._latest(tenant, kinds), n))
-
-    def _latest(self, tenant: str | None, kinds: Collection[Kind] | None) -> Iterator[RequestRecord]:
-        for record in reversed(self._records.values()):
-            if (tenant is None or record.tenant == tenant) and (kinds is None or record.kind in kinds):
-                yield record
+    def last(self, n: int, *, kinds: Collection[Kind] | None = None) -> list[RequestRecord]:
+        """The last `n` records, the latest first. `kinds`: only those of these kinds."""
+        latest = reversed(self._records.values())
+        return list(islice((record for record in latest if kinds is None or record.kind in kinds), n))
 
     def _end(self, record: RequestRecord) -> None:
         for listener in self.ended:
@@ -139,24 +139,27 @@ class RequestLog:
             except Exception:  # who looks at a request must not hurt it
                 log.exception("request %s has ended, and what was to be noted of it failed", record.id)
 
-    def _enter(self, id: str, number: int) -> None:
-        numbers = self._by_id.setdefault(id, [])
+    def _enter(self, id: str, tenant: str, number: int) -> None:
+        numbers = self._by_id.setdefault(id, {}).setdefault(tenant, [])
         numbers.append(number)
         if len(numbers) > MOST_OF_AN_ID:
             del numbers[0]
 
-    def _leave(self, id: str, number: int) -> None:
-        numbers = self._by_id.get(id, [])
+    def _leave(self, id: str, tenant: str, number: int) -> None:
+        by_tenant = self._by_id.get(id, {})
+        numbers = by_tenant.get(tenant, [])
         if number in numbers:
             numbers.remove(number)
         if not numbers:
+            by_tenant.pop(tenant, None)
+        if not by_tenant:
             self._by_id.pop(id, None)
 
     def _drop_oldest(self) -> None:
         number, record = self._records.popitem(last=False)
-        self._leave(record.id, number)
+        self._leave(record.id, record.tenant, number)
         if record.client_id:
-            self._leave(record.client_id, number)
+            self._leave(record.client_id, record.tenant, number)
 
 
 def end_with_error(record: RequestRecord, error: BaseException, now_s: float) -> None:
@@ -164,7 +167,7 @@ def end_with_error(record: RequestRecord, error: BaseException, now_s: float) ->
     `cancelled` if the caller has gone."""
     if isinstance(error, PrefixdError):
         refused = record.handed_over_s is None and error.status in _REFUSALS
-        record.end("refused" if refused else "failed", now_s, status=error.status, reason=str(error))
+        record.end("refused" if refused else "failed", now_s, status=error.status, reason=error.without_prompt)
     elif isinstance(error, Exception):
         record.end("failed", now_s, status="INTERNAL", reason=f"{type(error).__name__}: {error}")
     else:  # cancelled: the caller hung up

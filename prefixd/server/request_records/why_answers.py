@@ -20,7 +20,7 @@ from prefixd.serving.generation import Generation
 from prefixd.v1 import admin_pb2 as pb
 
 _MOST = 64
-"""Requests of one answer."""
+"""Requests of one answer that asks for the last ones."""
 
 
 class WhyAnswers:
@@ -54,7 +54,7 @@ class WhyAnswers:
                     f"no request {request.request_id[:256]!r} is remembered (the daemon remembers {kept}); "
                     "`prefixd why --last 20` shows the last ones"
                 )
-            return records[-_MOST:]
+            return records
         if not request.last:
             raise InvalidArgumentError("no request was named; send request_id, or last = 10 for the last ten")
         if request.last > _MOST:

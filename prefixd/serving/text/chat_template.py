@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from prefixd.base.errors import InvalidArgumentError
+from prefixd.base.errors import ChatRefusedError
 
 if TYPE_CHECKING:
     import jinja2
@@ -22,6 +22,7 @@ Message: TypeAlias = Mapping[str, Any]
 """`role`, and `content`: a text, or a list of `{"type": "text", "text": ...}` and `{"type": "image"}`."""
 
 _PROBE = "probe 7c1f"
+_LONGEST_REASON = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class ChatTemplate:
         """The text of a chat, special tokens included.
 
         Raises:
-            InvalidArgumentError: the template refuses the chat, or cannot be used.
+            ChatRefusedError: the template refuses the chat, or cannot be used.
         """
         messages = [{**message, "content": self._content(message["content"])} for message in chat.messages]
         variables = {**chat.variables, "add_generation_prompt": chat.begin_answer}
@@ -87,7 +88,7 @@ class ChatTemplate:
     def _try(self, content: object) -> str:
         try:
             return self._render([{"role": "user", "content": content}], {"add_generation_prompt": True})
-        except InvalidArgumentError:
+        except ChatRefusedError:
             return ""
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -95,10 +96,7 @@ class ChatTemplate:
         try:
             return self._compiled.render(given)
         except Exception as error:  # a template is a program: it may fail in any way
-            raise InvalidArgumentError(
-                f"the model's chat template does not take these messages ({_reason(error)}); change their roles, their "
-                "order or their content, or use /v1/completions"
-            ) from error
+            raise ChatRefusedError(type(error).__name__, " ".join(str(error).split())[:_LONGEST_REASON]) from error
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -143,7 +141,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise ValueError(message)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

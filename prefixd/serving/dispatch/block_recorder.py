@@ -101,6 +101,8 @@ class Recorder:
         trie = request.trie
         frames = run.frame_ids(first, filled)
         rows, taken = self._cache.record(request.namespace, parent, request.chain, first, frames, filled - first)
+        part_bytes = np.array(trie.part_bytes[: run.slots], np.int64)
+        _count_stored(self._cache, request, int((taken.reshape(len(rows), run.slots) @ part_bytes).sum()))
         wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
         if trie.has_rules:
             wanted = np.full(len(rows), groups, np.uint8)
@@ -127,6 +129,11 @@ class Recorder:
                 blocks, frames = run.pass_blocks(first, last, passed)
                 if frames:
                     request.footprint.release(blocks, int(part_mask[first]), frames)
+
+
+def _count_stored(cache: TieredCache, request: Request, nbytes: int) -> None:
+    if nbytes:
+        cache.measurements.traffic.stored_bytes.add(nbytes, request.record.tenant, request.record.model)
 
 
 def _parent(request: Request, rows: Rows) -> int | None:
@@ -223,5 +230,6 @@ class StateKeeping:
             request.footprint.give_to_trie(frames)
             self.counters.kept += 1
             self.counters.kept_bytes += request.kv.state_frames * self._cache.tiers.frames.frame_bytes
+            _count_stored(self._cache, request, sum(request.trie.part_bytes[-len(frames) :]))
         else:
             request.footprint.free(frames)

@@ -56,6 +56,18 @@ async def test_cached_blocks_are_found_and_loaded(make_bench: MakeBench) -> None
     assert prefill.attributes == {"computed_tokens": len(ONE) - blocks * BLOCK}
 
 
+async def test_what_the_worker_computes_counts_as_stored(make_bench: MakeBench) -> None:
+    bench = await make_bench(40)
+    stored = bench.cache.measurements.traffic.stored_bytes
+    request = bench.submit(ONE)
+    await bench.finish(request)
+    trie, who = request.trie, (request.record.tenant, request.record.model)
+    blocks = int(trie.blocks_by_namespace().sum())
+    assert blocks and dict(stored) == {who: blocks * trie.block_bytes}
+    await bench.finish(bench.submit(ONE))
+    assert dict(stored) == {who: blocks * trie.block_bytes}, "the second prompt was cached"
+
+
 async def test_a_load_that_is_given_up(make_bench: MakeBench) -> None:
     bench = await make_bench(40)
     await bench.cached(ONE)

@@ -186,7 +186,7 @@ class Daemon:
         # Before this line a signal ends the process at once, since the daemon has taken no call.
         self.signals.install()
         tcp = await self._listeners.open()
-        stack.push_async_callback(self.cache.write_back.flush, again=True)  # what clients committed during the drain
+        stack.push_async_callback(self.cache.write_back.flush)  # what clients committed during the drain
         stack.push_async_callback(self._listeners.close, _CLOSE_S)
         stack.callback(service.close)
         health_status.update()

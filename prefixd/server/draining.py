@@ -78,7 +78,7 @@ class Drain:
             await asyncio.wait_for(self._cache.mover.idle(), timeout_s)  # mostly for commits
         except TimeoutError:
             log.warning("calls that store or lease blocks still run after %g s; the daemon ends them", timeout_s)
-        await self._cache.write_back.flush(again=again)
+        await self._cache.write_back.flush()
         written, finished = (now - before for now, before in zip(self._count_done(), self._before, strict=True))
         log.info("drained: %d requests finished, %d blocks written to disk", finished, written)
         return written, finished

@@ -1278,12 +1278,16 @@ class FlushRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class FlushResponse(_message.Message):
-    __slots__ = ("blocks", "nbytes")
+    __slots__ = ("blocks", "nbytes", "left_blocks", "left_bytes")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     nbytes: int
-    def __init__(self, blocks: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    left_blocks: int
+    left_bytes: int
+    def __init__(self, blocks: _Optional[int] = ..., nbytes: _Optional[int] = ..., left_blocks: _Optional[int] = ..., left_bytes: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("shutdown",)

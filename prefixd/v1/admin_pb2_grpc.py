@@ -202,7 +202,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Writes every block that has no copy on disk to disk, and returns when they are durable.
+        """Writes the blocks that have no copy on disk to disk, as many as fit, and returns when they are durable. To make room,
+        blocks that were used since the last flush evict others; the others get only free room.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

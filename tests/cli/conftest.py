@@ -242,7 +242,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
 
     def Flush(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.FlushResponse:
         self._note(request, context)
-        return admin_pb2.FlushResponse(blocks=12, nbytes=3 << 20)
+        return admin_pb2.FlushResponse(blocks=12, nbytes=3 << 20, left_blocks=5, left_bytes=1 << 20)
 
     def Drain(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:
         self._note(request, context)

@@ -32,6 +32,7 @@ _BATCH = 64
 _CLEAN_SHARE = 8  # an eighth of the compute tier is free or can be evicted without waiting for a copy
 _MOST_VICTIMS = 2048  # next victims to find at once: some milliseconds on the event loop
 _RETRY_S = 5.0
+_NO_WAY = "no room in the CPU tier to write back through"
 
 
 class WriteBack:
@@ -57,7 +58,7 @@ class WriteBack:
         self._queues: list[UnwrittenBlocks] = []  # by the ordinal of the trie
         self._without_room: set[Tenant] = set()  # the disk had no room for their blocks in this turn
         self._awaited = 0  # calls that wait in `admit`
-        self._flushed_s = -math.inf  # when the last flush began during which the disk could be written
+        self._flushed_s = -math.inf  # when the last flush began that could try all blocks
         self._movement = Movement(Urgency.WRITE_BACK)  # of the batch under way, or the last one
         self._working = False
         self._turned = asyncio.Event()  # set, and replaced, when a call that waits in `admit` may go on
@@ -130,22 +131,23 @@ class WriteBack:
             self._task = None
             self._wake_waiting()
 
-    async def flush(self, *, again: bool = False) -> int:
-        """Writes all blocks without a copy on disk to disk; returns how many became durable.
+    async def flush(self) -> int:
+        """Writes blocks without a copy on disk to disk, as many as fit; returns how many became durable.
 
         To make room on disk, whole pages may be evicted, with copies of blocks that are also in memory. These are
         written again at the end, if there is free room.
 
-        again: after another flush. Blocks that were not used since get only free room: the last flush found no room for
-            them, and making room now would evict blocks that it has written instead.
+        Blocks that were not used since the last flush get only free room: it found no room for them, and making room
+        now would evict blocks that it has written instead.
         """
         if self._tiers.durable is None:
             return 0
         begun_s = self._mover.placement.clock()
         with self._mover.working():
-            written = await self._flush(self._flushed_s if again else -math.inf, evict=True)
+            lost = self._mover.lost[_NO_WAY]
+            written = await self._flush(self._flushed_s, evict=True)
             written += await self._flush(-math.inf, evict=False)
-        if self._tiers.writes:
+        if self._tiers.writes and self._mover.lost[_NO_WAY] == lost:
             self._flushed_s = begun_s
         self.written += written
         return written
@@ -193,7 +195,7 @@ class WriteBack:
                 there = await mover.bring(trie, batch, shared, wanted, urgency=Urgency.WRITE_BACK)
                 written += await mover.write(trie, batch[:there], shared, Urgency.WRITE_BACK)
             if not there:
-                mover.lost["no room in the CPU tier to write back through"] += len(rows)
+                mover.lost[_NO_WAY] += len(rows)
                 break
             rows = rows[there:]
         return written

@@ -84,7 +84,10 @@ def stats_command(
 
 
 def flush_command(address: Address = None, as_json: Json = False) -> None:
-    """Write every cached block that has no copy on disk to disk, and wait until all are durable."""
+    """Write the cached blocks that have no copy on disk to disk, as many as fit, and wait until they are durable.
+
+    Blocks that were used since the last flush may evict others from the disk; the others get only free room.
+    """
     from prefixd.cli.output import json_values as plain
 
     async def ask() -> None:
@@ -94,6 +97,9 @@ def flush_command(address: Address = None, as_json: Json = False) -> None:
             plain.print_json(plain.to_plain(answer))
         else:
             typer.echo(f"{answer.blocks:,} blocks ({as_size(answer.nbytes)}) written to disk")
+            if answer.left_blocks:
+                left = f"{answer.left_blocks:,} blocks ({as_size(answer.left_bytes)}) are in memory alone"
+                typer.echo(f"{left}: the disk tier has no room for them (disk.bytes), or they came meanwhile")
 
     run(ask())
 

@@ -183,7 +183,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         blocks = await self._cache.write_back.flush()
         if not disk.writable:
             raise PreconditionError(f"the disk tier is out of service: {tiers.troubles.of_tier(disk)}")
-        return pb.FlushResponse(blocks=blocks, nbytes=writes.written_bytes - before)
+        placement = self._cache.placement
+        return pb.FlushResponse(
+            blocks=blocks,
+            nbytes=writes.written_bytes - before,
+            left_blocks=placement.queued_blocks,
+            left_bytes=placement.queued_bytes_of.total(),
+        )
 
     @unary
     async def Drain(self, request: pb.DrainRequest) -> pb.DrainResponse:

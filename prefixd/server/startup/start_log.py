@@ -28,7 +28,7 @@ def log_start(settings: Settings, device: str, store: SlabStore | None, models: 
     """
     for line in start_lines(settings, device, store, models):
         log.info("%s", line)
-    if why := why_public(settings):
+    for why in filter(None, [why_public(settings), why_small_disk(settings)]):
         log.warning("%s", why)
 
 
@@ -97,6 +97,17 @@ def _guards(settings: Settings) -> Iterable[str]:
         *(["client certificates"] if server.tls_client_ca is not None else []),
         *(["tokens"] if server.tokens is not None else []),
     ]
+
+
+def why_small_disk(settings: Settings) -> str:
+    """Returns a warning if the disk tier is smaller than the CPU tier whose blocks it is to keep; else an empty one."""
+    disk, cpu = settings.disk.bytes, settings.cpu.bytes
+    if not 0 < disk < cpu:
+        return ""
+    return (
+        f"disk.bytes = {as_size(disk)} is less than cpu.bytes = {as_size(cpu)}: a restart keeps only what fits, and "
+        "blocks that become durable take the place of others on disk; raise disk.bytes"
+    )
 
 
 def why_public(settings: Settings) -> str:

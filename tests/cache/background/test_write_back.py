@@ -62,6 +62,10 @@ async def test_a_flush_tells_its_bytes_where_it_evicts_as_many(make_rig: MakeRig
     service = AdminService(rig.cache, *[unused] * 4, tenants=unused, audit=unused, why=unused)
     flushed = await service.Flush(pb.FlushRequest(), unused)
     assert (flushed.blocks, flushed.nbytes) == (3, 3 * PART_BYTES)
+    assert (flushed.left_blocks, flushed.left_bytes) == (3, 3 * PART_BYTES), "[2, 3, 4]: 4 of 7 fit"
+    rig.clock.now += 1
+    again = await service.Flush(pb.FlushRequest(), unused)
+    assert (again.blocks, again.left_blocks) == (0, 3), "nothing changes places"
 
 
 async def test_flush_without_a_disk_writes_nothing(make_rig: MakeRig) -> None:
@@ -185,11 +189,11 @@ async def test_a_second_flush_has_no_blocks_change_places(make_rig: MakeRig) -> 
     rig.clock.now += 1
     assert rig.store is not None
     commits = rig.store.commits
-    assert await rig.cache.write_back.flush(again=True) == 0
+    assert await rig.cache.write_back.flush() == 0
     assert rig.store.commits == commits
     assert [rig.tiers([prompt], DISK) for prompt in range(8)] == there
     await rig.put([8])
-    assert await rig.cache.write_back.flush(again=True) == 1, "what came since the last one"
+    assert await rig.cache.write_back.flush() == 1, "what came since the last one"
     assert rig.tiers([8], DISK) == [True]
 
 
@@ -200,7 +204,7 @@ async def test_a_flush_after_one_that_failed_writes_everything(make_rig: MakeRig
     assert await rig.cache.write_back.flush() == 0
     rig.ops.fail = None
     rig.clock.now += 60
-    assert await rig.cache.write_back.flush(again=True) == 2
+    assert await rig.cache.write_back.flush() == 2
 
 
 async def test_a_block_whose_parent_has_left_the_disk_is_written_with_a_record_of_it(make_rig: MakeRig) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.server.startup.start_log import start_lines, why_public
+from prefixd.server.startup.start_log import start_lines, why_public, why_small_disk
 from prefixd.settings import Settings
 
 
@@ -67,3 +67,9 @@ def test_a_port_that_is_open_to_all_is_warned_of(server: dict[str, object], publ
 def test_redis_is_another_name_of_valkey(redis: str, valkey: str, tmp_path: Path) -> None:
     overrides = {"remote.url": redis, "remote.secret_file": tmp_path / "s"}
     assert Settings.load(None, overrides).remote.url == valkey
+
+
+@pytest.mark.parametrize(("disk", "small"), [("0", False), ("1GiB", True), ("2GiB", False)])
+def test_a_disk_tier_smaller_than_the_cpu_tier_is_warned_of(disk: str, small: bool) -> None:
+    why = why_small_disk(Settings.load(None, {"cpu.bytes": "2GiB", "disk.bytes": disk}))
+    assert ("disk.bytes = 1.0 GiB is less than cpu.bytes = 2.0 GiB" in why) is small

@@ -13,7 +13,7 @@ import prefixd_swap
 from prefixd.base.clocks import boot_id, cpu_wait_s, elapsed_s
 
 READS_THE_WALL_CLOCK = {
-    "prefixd/cli/output/waterfall.py": "it shows people when a request came",
+    "prefixd/cli/output/tables/waterfall.py": "it shows people when a request came",
     "prefixd/integrations/vllm/naming/model_name.py": "files carry it; a clock that is set back is seen by `elapsed_s`",
     "prefixd/integrations/vllm/scheduling/scheduler.py": "vLLM stamps requests with it; bounded by `FRONT_END_S`",
     "prefixd/observability/request_log.py": "people and collectors of spans compare it with other logs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixd.cli.output import json_values as plain
-from prefixd.cli.output import prefix_tables as render
+from prefixd.cli.output.tables import prefix_tables as render
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 

@@ -8,7 +8,7 @@ import pytest
 
 from prefixd.cli.failures import CommandFailed
 from prefixd.cli.named_prefix import namespace_id_of
-from prefixd.cli.output.tables import print_stats
+from prefixd.cli.output.tables.answer_tables import print_stats
 from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.server.figures.snapshot import total_worker
 from prefixd.v1 import admin_pb2 as pb

@@ -50,9 +50,9 @@ def stats_command(
 ) -> None:
     """Show the degraded parts, the tiers, the hit rate, the queue, the sessions, and all figures that are not 0."""
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import period_tables
-    from prefixd.cli.output import tables as render
     from prefixd.cli.output.screen import Screen
+    from prefixd.cli.output.tables import answer_tables as render
+    from prefixd.cli.output.tables import period_tables
 
     try:
         last_s = 0.0 if last is None else parse_duration(last)

@@ -61,7 +61,7 @@ def show_command(
 ) -> None:
     """Show every setting, its value and the source of the value."""
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output.tables import answer_tables as render
     from prefixd.settings import Settings, dotted_names, dotted_values
 
     settings, sources = Settings.load_with_sources(config, parse_assignments(assignments))

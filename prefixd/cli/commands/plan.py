@@ -433,7 +433,7 @@ def _print_points(
     requests: int,
     arrival_s: float,
 ) -> None:
-    from prefixd.cli.output import grid
+    from prefixd.cli.output.tables import grid
     from prefixd.planner.sweep import ENOUGH, MEMORY_PRICE, enough, soonest
 
     out = grid.console()
@@ -492,13 +492,13 @@ def _print_points(
 
 def _format_wait(seconds: float) -> str:
     """Formats as `grid.duration`, but below a second in ms: a GPU's first token may take only a few."""
-    from prefixd.cli.output import grid
+    from prefixd.cli.output.tables import grid
 
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else grid.duration(seconds)
 
 
 def _print_curve(curve: Curve, token_bytes: int) -> None:
-    from prefixd.cli.output import grid
+    from prefixd.cli.output.tables import grid
     from prefixd.planner.curve import OPTIMUM
 
     names = [name for name in curve.hit_rates if name != OPTIMUM] + [OPTIMUM]

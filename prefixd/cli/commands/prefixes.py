@@ -61,7 +61,7 @@ def ls_command(
     prefix was exactly this one, counted since the daemon's start.
     """
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import prefix_tables as render
+    from prefixd.cli.output.tables import prefix_tables as render
 
     async def ask() -> None:
         async with connected(address) as client:
@@ -88,7 +88,7 @@ def inspect_command(
 ) -> None:
     """Show one prefix block by block: key, tiers, size, number of blocks that continue it, pins and holds."""
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import prefix_tables as render
+    from prefixd.cli.output.tables import prefix_tables as render
 
     async def ask() -> None:
         async with connected(address) as client:

@@ -36,7 +36,7 @@ def list_command(
 ) -> None:
     """Show each tenant's use and limits, and how often the daemon refused it more."""
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output.tables import answer_tables as render
 
     async def ask() -> list[admin_pb2.TenantStats]:
         async with connected(address) as client:
@@ -143,7 +143,7 @@ def set_command(
     blocks there as it stores more; above any other limit it gets no more until it has less.
     """
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output.tables import answer_tables as render
 
     limits = {
         "sessions": sessions,

@@ -108,7 +108,7 @@ def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress
 
 def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: TierSizes) -> None:
     from prefixd.cli.demo.policy_verdict import why_policy_won
-    from prefixd.cli.output import grid
+    from prefixd.cli.output.tables import grid
 
     out = grid.console()
     out.print(

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import Tier
-from prefixd.cli.output.grid import duration, tier_name
+from prefixd.cli.output.tables.grid import duration, tier_name
 from prefixd.cli.top.daemon_watch import Snapshot
 from prefixd.v1 import admin_pb2 as pb
 

@@ -16,8 +16,8 @@ from prefixd.cli.app import app
 from prefixd.cli.failures import CommandFailed
 from prefixd.cli.machine_checks import Check
 from prefixd.cli.output import json_values as plain
-from prefixd.cli.output import prefix_tables
-from prefixd.cli.output import tables as render
+from prefixd.cli.output.tables import answer_tables as render
+from prefixd.cli.output.tables import prefix_tables
 from prefixd.cli.output.terminal import LogFormatter, cleaned, shown
 from prefixd.cli.output.transcript import Transcript
 from prefixd.client import Tokens

@@ -86,7 +86,7 @@ def _check_daemon(address: str | None, as_json: bool) -> None:
     """Prints the diagnosis of a running daemon; raises typer.Exit unless all is well."""
     from prefixd.cli.machine_checks import check_environment
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output.tables import answer_tables as render
 
     async def ask() -> tuple[str, admin_pb2.CheckIntegrityResponse, admin_pb2.StatsResponse]:
         async with connected(address) as client:
@@ -127,7 +127,7 @@ def _check_host(config: Path | None, assignments: list[str] | None) -> list[Chec
 
 def _print_checks(checks: Sequence[Check], as_json: bool, error: NoDaemon | None = None) -> None:
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output.tables import answer_tables as render
 
     if not as_json:
         render.print_checks(checks)

@@ -29,7 +29,7 @@ def verify_command(address: Address = None, as_json: Json = False) -> None:
     The exit status is 0 if no block is damaged, and 1 if damaged blocks were found (and dropped).
     """
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output.tables import answer_tables as render
 
     began_s = time.monotonic()
     progress, damaged = run(_verify(address))

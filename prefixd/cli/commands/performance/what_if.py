@@ -60,10 +60,10 @@ def what_if_command(
     if as_json:
         plain.print_json(plain.to_plain(answer))
     else:
-        from prefixd.cli.output.what_if_table import print_what_if
+        from prefixd.cli.output.tables.what_if_table import print_what_if
 
         print_what_if(answer)
     if plot_file is not None:
-        from prefixd.cli.output.what_if_table import draw_what_if
+        from prefixd.cli.output.tables.what_if_table import draw_what_if
 
         draw_what_if(answer, plot_file)

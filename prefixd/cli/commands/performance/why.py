@@ -36,7 +36,7 @@ def why_command(
     names the main cause.
     """
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import waterfall
+    from prefixd.cli.output.tables import waterfall
 
     if (request is None) == (last is None):
         raise WrongUsage("name one request, or say --last N for the last ones")

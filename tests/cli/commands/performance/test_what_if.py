@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.cli.output import grid
-from prefixd.cli.output.what_if_table import _table
+from prefixd.cli.output.tables import grid
+from prefixd.cli.output.tables.what_if_table import _table
 from prefixd.server.request_records import trace_recording
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.workloads.mooncake import HASH_TOKENS, read_trace

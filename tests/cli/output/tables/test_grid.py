@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from prefixd.cli.output.grid import table
+from prefixd.cli.output.tables.grid import table
 
 
 def printed(width: int) -> str:

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import Tier
-from prefixd.cli.output.figures import quantiles_text
-from prefixd.cli.output.grid import console, duration, table
+from prefixd.cli.output.tables.figures import quantiles_text
+from prefixd.cli.output.tables.grid import console, duration, table
 from prefixd.cli.output.terminal import cleaned
 from prefixd.v1 import admin_pb2
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixd.base.sizes import as_size
-from prefixd.cli.output.grid import duration, table
+from prefixd.cli.output.tables.grid import duration, table
 from prefixd.observability.histogram import quantile
 from prefixd.v1 import admin_pb2, metric_pb2
 

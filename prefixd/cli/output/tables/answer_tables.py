@@ -1,4 +1,4 @@
-"""Prints answers as tables, for people."""
+"""Prints a table for each answer: settings, figures, accounts, tenants."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixd.base.sizes import as_size
-from prefixd.cli.output.figures import figure_table
-from prefixd.cli.output.grid import console, duration, table, tier_name
-from prefixd.cli.output.period_tables import fill_table, outcome_line, wear_line
+from prefixd.cli.output.tables.figures import figure_table
+from prefixd.cli.output.tables.grid import console, duration, table, tier_name
+from prefixd.cli.output.tables.period_tables import fill_table, outcome_line, wear_line
 from prefixd.cli.output.terminal import cleaned, shown
 from prefixd.v1 import admin_pb2
 

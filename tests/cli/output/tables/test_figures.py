@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.cli.output.figures import figure
+from prefixd.cli.output.tables.figures import figure
 
 
 @pytest.mark.parametrize(

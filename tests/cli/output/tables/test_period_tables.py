@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from prefixd.base.tiers import Tier
-from prefixd.cli.output.figures import figure_rows, short_seconds
-from prefixd.cli.output.period_tables import bars, print_period, wear_line
-from prefixd.cli.output.tables import print_stats
+from prefixd.cli.output.tables.answer_tables import print_stats
+from prefixd.cli.output.tables.figures import figure_rows, short_seconds
+from prefixd.cli.output.tables.period_tables import bars, print_period, wear_line
 from prefixd.server.figures.measured_figures import labelled_counts
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2

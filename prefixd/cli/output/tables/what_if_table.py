@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prefixd.base.sizes import as_size
-from prefixd.cli.output import grid
+from prefixd.cli.output.tables import grid
 from prefixd.v1 import admin_pb2 as pb
 
 _LITTLE = 0.005  # of the prompt tokens: less than this is no gain to report

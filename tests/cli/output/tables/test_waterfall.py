@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.cli.output.waterfall import print_request_list, print_requests
+from prefixd.cli.output.tables.waterfall import print_request_list, print_requests
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.cli.output.prefix_tables import print_inspection, print_prefixes
+from prefixd.cli.output.tables.prefix_tables import print_inspection, print_prefixes
 from prefixd.v1 import admin_pb2 as pb
 
 

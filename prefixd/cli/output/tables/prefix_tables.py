@@ -9,7 +9,7 @@ from rich.text import Text
 from prefixd.base.rules.rules import FULL_ATTENTION
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import QUOTA_TIERS, Tier
-from prefixd.cli.output.grid import console, duration, table, tier_name
+from prefixd.cli.output.tables.grid import console, duration, table, tier_name
 from prefixd.cli.output.terminal import cleaned
 from prefixd.v1 import admin_pb2
 

@@ -1,0 +1,1 @@
+"""Prints answers as tables, sentences and pictures, for people."""

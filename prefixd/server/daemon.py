@@ -42,9 +42,9 @@ from prefixd.server.prefixes.prompt_lookup import PromptLookup
 from prefixd.server.request_records.why_answers import WhyAnswers
 from prefixd.server.rpc.door import finish_work
 from prefixd.server.rpc.health_service import Health
-from prefixd.server.rpc.listeners import Listeners, local_door
-from prefixd.server.rpc.memory_listener import MemoryListener
-from prefixd.server.rpc.processes import ProcessWatch
+from prefixd.server.rpc.sockets.listeners import Listeners, local_door
+from prefixd.server.rpc.sockets.memory_listener import MemoryListener
+from prefixd.server.rpc.sockets.processes import ProcessWatch
 from prefixd.server.services.admin_service import AdminService
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.server.services.inference_service import InferenceService

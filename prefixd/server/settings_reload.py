@@ -10,7 +10,7 @@ from prefixd.base.errors import ConfigError
 from prefixd.cache import TieredCache, Troubles
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.figures.tenant_figures import check_tiers_hold
-from prefixd.server.rpc.listeners import Listeners
+from prefixd.server.rpc.sockets.listeners import Listeners
 from prefixd.settings import Settings, dotted_values
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ READY = "prefixd.cli.commands.serve:_ready_line"
 """The daemon takes calls."""
 FLUSH = "prefixd.cache.background.write_back:WriteBack.flush"
 """It has been asked to end, and writes back."""
-CLOSE = "prefixd.server.rpc.listeners:Listeners.close"
+CLOSE = "prefixd.server.rpc.sockets.listeners:Listeners.close"
 """It takes no more calls."""
 CLOSED = "prefixd_swap:SlabStore.close"
 """Nearly nothing is left of it."""
@@ -106,8 +106,8 @@ def signalled(folder: Path) -> Signalled:
         ("torch", (*SERVE, "--embedded", "--set=gpu.device=cuda"), TERM),
         ("prefixd_swap:SlabStore.open", SERVE, INT),
         ("prefixd.cache.cache:TieredCache.restore", SERVE, TERM),
-        ("prefixd.server.rpc.memory_listener:MemoryListener.start", SERVE, INT),
-        ("prefixd.server.rpc.memory_listener:MemoryListener.start", SERVE, TERM),
+        ("prefixd.server.rpc.sockets.memory_listener:MemoryListener.start", SERVE, INT),
+        ("prefixd.server.rpc.sockets.memory_listener:MemoryListener.start", SERVE, TERM),
     ],
 )
 def test_a_signal_while_anything_starts_ends_it_without_a_word(
@@ -118,7 +118,7 @@ def test_a_signal_while_anything_starts_ends_it_without_a_word(
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
-@pytest.mark.parametrize("moment", ["prefixd.server.rpc.listeners:Listeners.open", READY])
+@pytest.mark.parametrize("moment", ["prefixd.server.rpc.sockets.listeners:Listeners.open", READY])
 def test_a_daemon_that_takes_calls_is_ended_in_order(signalled: Signalled, moment: str, number: signal.Signals) -> None:
     done = signalled({moment: number}, SERVE)
     assert done.returncode == 0

@@ -15,7 +15,7 @@ from prefixd.base.errors import PrefixdError, SessionEndedError
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.server.rpc.door import Door, ServiceTable
-from prefixd.server.rpc.memory_listener import MemoryListener
+from prefixd.server.rpc.sockets.memory_listener import MemoryListener
 from prefixd.server.rpc.status import abort
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc

@@ -32,7 +32,7 @@ from prefixd.server.access.identities import Identities
 from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
 from prefixd.server.rpc.call_limits import CallLimits
 from prefixd.server.rpc.door import Door
-from prefixd.server.rpc.memory_listener import MemoryListener
+from prefixd.server.rpc.sockets.memory_listener import MemoryListener
 from prefixd.settings import Settings
 from prefixd.v1 import cache_pb2 as pb
 from tests.client.conftest import StandIn

@@ -14,8 +14,8 @@ import pytest
 
 from prefixd.client import MemoryUnavailable
 from prefixd.client.connecting.mapped_arena import Arena, fetch_arena
-from prefixd.server.rpc import memory_listener as memory_door
-from prefixd.server.rpc.memory_listener import MemoryListener
+from prefixd.server.rpc.sockets import memory_listener as memory_door
+from prefixd.server.rpc.sockets.memory_listener import MemoryListener
 from tests.waiting import until
 
 NBYTES = 8192
@@ -214,7 +214,7 @@ async def test_a_descriptor_that_cannot_be_closed_keeps_nobody_waiting(
 
     monkeypatch.setattr(memory_door, "_CLOSING", in_all)
     monkeypatch.setattr(memory_door, "_CLOSING_OF_A_USER", mine)
-    monkeypatch.setattr("prefixd.server.rpc.memory_listener.os.close", close)
+    monkeypatch.setattr("prefixd.server.rpc.sockets.memory_listener.os.close", close)
     try:
         for _ in range(6):
             assert b"no such session" in await asyncio.to_thread(send, door, tmp_path / "hangs")

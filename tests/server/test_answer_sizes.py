@@ -13,7 +13,7 @@ import pytest
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.cache import Lease, NamespaceSpec, PartSpec, Process, Reservation, TieredCache
 from prefixd.cache.cache import MAX_BLOCKS
-from prefixd.server.rpc import listeners
+from prefixd.server.rpc.sockets import listeners
 from prefixd.server.services import cache_service
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc

@@ -15,7 +15,7 @@ from prefixd.cache import TieredCache, Troubles
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess
-from prefixd.server.rpc.listeners import Listeners
+from prefixd.server.rpc.sockets.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
 from prefixd.settings import Settings
 from tests.waiting import until

@@ -29,7 +29,7 @@ from prefixd.client import (
 )
 from prefixd.server.access import token_file
 from prefixd.server.access.token_file import TokenFile, read_tokens
-from prefixd.server.rpc.tls import tls_credentials
+from prefixd.server.rpc.sockets.tls import tls_credentials
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.daemons import Remote

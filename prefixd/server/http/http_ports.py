@@ -22,7 +22,7 @@ from prefixd.server.http.http_connection import HttpLimits
 from prefixd.server.http.http_listener import HttpListener
 from prefixd.server.http.operator_routes import OperatorRoutes
 from prefixd.server.rpc.call_limits import Refusals
-from prefixd.server.rpc.tls import tls_context
+from prefixd.server.rpc.sockets.tls import tls_context
 from prefixd.settings import HttpAddress, ServerSettings
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""The doors: listeners, messages as they arrive, errors as status codes, health, and the memory socket."""
+"""The door: messages as they arrive, limits of calls, errors as status codes, and health."""

@@ -341,7 +341,7 @@ class Connections(Scenario):
     """Keeps as many connections to the TCP port as it can, all from one host, and sends nothing on some."""
 
     name = "connections of one host"
-    closed_by = "tests/server/rpc/test_tcp_connections.py"
+    closed_by = "tests/server/rpc/sockets/test_tcp_connections.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """Connects from another address of this machine, and replaces connections that are closed."""

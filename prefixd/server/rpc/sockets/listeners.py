@@ -22,8 +22,8 @@ from prefixd.server.rpc import anonymous
 from prefixd.server.rpc.call_limits import CALLS, HEALTH_CALLS, WAITING, CallLimits
 from prefixd.server.rpc.door import Door, ServiceTable
 from prefixd.server.rpc.receiving import OPENING
-from prefixd.server.rpc.tcp_connections import MOST, TcpConnections
-from prefixd.server.rpc.tls import tls_credentials
+from prefixd.server.rpc.sockets.tcp_connections import MOST, TcpConnections
+from prefixd.server.rpc.sockets.tls import tls_credentials
 from prefixd.settings import MEMORY_SOCKET_SUFFIX, Settings
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from prefixd.server.rpc.tcp_connections import TcpConnections, host_of
+from prefixd.server.rpc.sockets.tcp_connections import TcpConnections, host_of
 
 
 class Door:
@@ -135,7 +135,7 @@ def test_a_descriptor_that_becomes_another_files_meanwhile_is_no_leak(
     watch = TcpConnections(door.port, limit=1, of_host=1)
     many, really = door.connect("127.0.0.2", 3), os.dup
     no_socket = os.open("/dev/null", os.O_RDONLY)
-    monkeypatch.setattr("prefixd.server.rpc.tcp_connections.os.dup", lambda descriptor: really(no_socket))
+    monkeypatch.setattr("prefixd.server.rpc.sockets.tcp_connections.os.dup", lambda descriptor: really(no_socket))
     before = len(os.listdir("/proc/self/fd"))
     watch.enforce_limit()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -153,7 +153,7 @@ def test_a_host_without_a_filter_is_not_said_to_be_shut_out(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr("prefixd.server.rpc.tcp_connections.socket.socket.setsockopt", refuse, raising=False)
+        patched.setattr("prefixd.server.rpc.sockets.tcp_connections.socket.socket.setsockopt", refuse, raising=False)
         watch.enforce_limit()
         watch.enforce_limit()
     assert watch._shut_out == frozenset() and caplog.text.count("can open others (Cannot allocate memory)") == 1
@@ -173,7 +173,7 @@ def test_the_thread_goes_on_whatever_a_look_ends_with(
         raise KeyError(7)
 
     monkeypatch.setattr(watch, "enforce_limit", look)
-    monkeypatch.setattr("prefixd.server.rpc.tcp_connections._EVERY_S", 0.001)
+    monkeypatch.setattr("prefixd.server.rpc.sockets.tcp_connections._EVERY_S", 0.001)
     watch.start()
     assert all(looked.acquire(timeout=10) for _ in range(3))
     watch.stop()

@@ -18,8 +18,8 @@ from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import NamespaceSpec, PartSpec, Process, Reservation, TieredCache
 from prefixd.client import Client
 from prefixd.server.access.identities import Caller
-from prefixd.server.rpc import processes
-from prefixd.server.rpc.processes import ProcessWatch
+from prefixd.server.rpc.sockets import processes
+from prefixd.server.rpc.sockets.processes import ProcessWatch
 from tests.waiting import until, wait_until
 
 
@@ -209,7 +209,9 @@ def test_a_descriptor_is_a_living_processs_of_that_number() -> None:
         os.close(pidfd)
 
 
-OLD_KERNEL = "import prefixd.server.rpc.processes as p; p._SO_PEERPIDFD = 9999; import prefixd.cli; prefixd.cli.main()"
+OLD_KERNEL = (
+    "import prefixd.server.rpc.sockets.processes as p; p._SO_PEERPIDFD = 9999; import prefixd.cli; prefixd.cli.main()"
+)
 ENGINE = """
 import sys
 import numpy as np

@@ -19,8 +19,8 @@ DEFAULT_KEPT = 4096
 LONGEST_ID = 256
 """Characters of an id, at most; a call with a longer id is refused, and its record gets a number."""
 MOST_OF_AN_ID = 64
-"""Records of one id that are found by it: the latest calls of an engine's request. Each tenant has as many: it may choose
-the id of another's request."""
+"""Records of one id that are found by it: the latest calls of an engine's request. Each tenant has as many: it may
+choose another's ids."""
 
 
 class RequestLog:

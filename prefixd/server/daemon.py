@@ -232,7 +232,7 @@ class Daemon:
         if settings.cache.ghosts and settings.cache.enabled:
             self._ghosts = Ghosts(cache, settings.cache.eviction, settings.cache.ghosts_bytes, seed=settings.cache.seed)
             self._ghosts.listen()
-            self._tasks.start(self._ghosts.run(), "ghosts")
+            self._tasks.start_figures(self._ghosts.run(), "ghosts")
         if self._listeners.tokens is not None:
             self._tasks.start(self._listeners.tokens.watch(troubles), "tokens")
         self._tasks.start(watch_descriptors(troubles), "descriptors")
@@ -300,7 +300,7 @@ class Daemon:
         )
         elastic = None if models is None else models.elastic
         started_s, history = elapsed_s(), History(Counters(cache), elapsed_s)
-        self._tasks.start(history.run(), "history")
+        self._tasks.start_figures(history.run(), "history")
         wear = None
         if cache.tiers.durable is not None:
             disk = self.settings.disk

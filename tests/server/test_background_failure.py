@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from prefixd.cache.background.write_back import WriteBack
+from prefixd.cache.ghosts.prefix_hashes import PrefixHashes
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
 from prefixd.server.daemon import Endpoints, serve
 from prefixd.server.startup import set_aside_index
 from prefixd.settings import Settings
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -52,6 +54,27 @@ async def test_the_daemon_ends_with_status_1(
             await cache.store([1, 2, 3, 4], bytes(4096))
             assert await daemon == 1
     assert "task write-back failed" in caplog.text
+
+
+@pytest.mark.usefixtures("signals")
+async def test_a_failure_of_figures_does_not_end_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def short(self: PrefixHashes, *_: object) -> None:
+        raise MemoryError("a shortage")
+
+    monkeypatch.setattr(PrefixHashes, "of_blocks", short)
+    ready: asyncio.Future[Endpoints] = asyncio.get_running_loop().create_future()
+    daemon = asyncio.create_task(serve(settings_in(tmp_path), ready=ready.set_result))
+    async with asyncio.timeout(100):
+        endpoints = await ready
+        async with AsyncClient(f"unix:{endpoints.socket}") as client:
+            cache = await client.register(NamespaceSpec("model", block_tokens=4, parts=(PartSpec("all", 0, 4096),)))
+            await cache.store([1, 2, 3, 4], bytes(4096))
+            await until(lambda: "task ghosts failed" in caplog.text)
+            assert (await cache.match([1, 2, 3, 4])).blocks == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await daemon == 0
 
 
 @pytest.mark.usefixtures("signals")

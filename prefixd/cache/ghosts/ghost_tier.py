@@ -28,7 +28,7 @@ FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 NOW = FACTORS.index(1.0)
 _LRU = "lru"
 _GROUP_BITS = np.uint64(32)  # the upper ones tell what is in the sample, the lower ones are weak
-_AT_ONCE = 256  # sampled blocks of a prompt: half a millisecond in each miniature
+_AT_ONCE = 256  # sampled blocks in a miniature, or fewer in several: half a millisecond
 _MOST_TENANTS = 64
 _ALL = 1 << 64
 _KEPT = 0.75  # of a full sample
@@ -166,15 +166,18 @@ class GhostTier:
             distances = self._stack.distances(path)
             self._stack.use(path, prompt.block_bytes)
             self.filled_bytes = max(self.filled_bytes, self._stack.total_bytes / rate)
+            worked = 0
             if self._by_size:
                 for at, (miniature, total) in enumerate(zip(self._by_size, totals.tolist(), strict=True)):
-                    if len(path) > _AT_ONCE:
+                    if (worked := worked + len(path)) > _AT_ONCE:
+                        worked = 0
                         yield
                     by_size[: self._found(miniature, path, total, prompt.at_s), at] = True
             else:
                 by_size[: len(distances)] = distances[:, None] <= totals * rate
             for at, miniature in enumerate(self._other.values()):
-                if len(path) > _AT_ONCE:
+                if (worked := worked + len(path)) > _AT_ONCE:
+                    worked = 0
                     yield
                 by_policy[: self._found(miniature, path, float(totals[NOW]), prompt.at_s), at] = True
         if (lookup := prompt.lookup) is None:

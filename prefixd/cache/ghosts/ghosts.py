@@ -143,7 +143,7 @@ class Ghosts:
         self.tiers = [GhostTier(tier.level, blocks, policy, others, seed) for tier in sized]
         self._queue: deque[tuple[Prompt, npt.NDArray[np.uint32], int]] = deque()
         self._queued_bytes = 0
-        self._recent: dict[tuple[int, int, bytes], None] = {}  # the last prompts that were asked for
+        self._recent: dict[tuple[int, int, int], None] = {}  # the last prompts that were asked for
         self._noted = asyncio.Event()
         self._notes = 0
         self._credit_s, self._credited_s = _MOST_CREDIT_S, cache.clock()
@@ -182,9 +182,9 @@ class Ghosts:
             self._note(namespace, chain, rows, None)
 
     @staticmethod
-    def _mark(namespace: Namespace, token_rows: npt.NDArray[np.uint32]) -> tuple[int, int, bytes]:
-        """Tells prompts apart, as far as their lengths or last blocks differ."""
-        return namespace.seed, len(token_rows), token_rows[-1].tobytes()
+    def _mark(namespace: Namespace, token_rows: npt.NDArray[np.uint32]) -> tuple[int, int, int]:
+        """Tells prompts apart, as far as their lengths or last blocks differ. A block may have 256 KiB of tokens."""
+        return namespace.seed, len(token_rows), hash(token_rows[-1].tobytes())
 
     def _note(
         self, namespace: Namespace, chain: BlockChain, token_rows: npt.NDArray[np.uint32], lookup: Lookup | None

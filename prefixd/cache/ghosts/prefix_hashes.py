@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 Hashes = npt.NDArray[np.uint64]
 
+_COPIED_AT_ONCE = 1 << 15  # tokens
+
 
 class PrefixHashes:
     """Hashes prompts.
@@ -45,8 +47,7 @@ class PrefixHashes:
             seed: prompts of two namespaces with different seeds have no hash in common.
         """
         rows = token_rows[: self._most]
-        words = rows.view(np.uint64) if rows.shape[1] % 2 == 0 else rows.astype(np.uint64)
-        hashes: Hashes = words @ self._multipliers(words.shape[1])
+        hashes = self._of_each(rows)
         if not len(hashes):
             return hashes
         hashes += self._final  # a block of zeros counts too
@@ -54,6 +55,21 @@ class PrefixHashes:
         hashes[:1] += np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
         np.cumsum(hashes, out=hashes)
         hashes *= self._final
+        return hashes
+
+    def _of_each(self, rows: npt.NDArray[np.uint32]) -> Hashes:
+        """[blocks]: for each block the sum of m_k * t_jk. An odd number of tokens is copied to be aligned, in slices:
+        touching 16 MiB of new memory takes 70 ms."""
+        width = rows.shape[1]
+        multipliers = self._multipliers(-(-width // 2))
+        if width % 2 == 0:
+            return rows.view(np.uint64) @ multipliers
+        hashes, step = np.empty(len(rows), np.uint64), max(1, _COPIED_AT_ONCE // width)
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            hashes[start : start + step] = (
+                part[:, :-1].view(np.uint64) @ multipliers[:-1] + part[:, -1] * multipliers[-1]
+            )
         return hashes
 
     def _multipliers(self, width: int) -> Hashes:

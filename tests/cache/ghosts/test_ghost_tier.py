@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -151,6 +152,24 @@ def test_hashes_depend_on_order_beginning_seed_and_every_token() -> None:
             assert changed.tolist() == [False, True, True, True, True]
     with pytest.raises(ValueError, match="24 or more"):
         PrefixHashes(b"few")
+
+
+def test_a_block_of_an_odd_number_of_tokens_is_copied_in_slices() -> None:
+    hashes, rows = PrefixHashes(), np.zeros((1024, 1023), np.uint32)
+    hashes.of_blocks(rows[:1], 1)
+    tracemalloc.start()
+    try:
+        hashes.of_blocks(rows, 1)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20, "of 4 MiB of tokens"
+    finally:
+        tracemalloc.stop()
+
+
+def test_others_run_between_many_miniatures() -> None:
+    ghost, hashes = GhostTier(1, 4096, "weighing", ("lru", "lfu"), rate=1.0), PrefixHashes()
+    path = hashed(range(200), hashes)
+    steps = ghost.use(Prompt(0.0, "t", 16, 1, Lookup(3200, 200, 0)), path, Sizes(4096))
+    assert len(list(steps)) >= 12 * 200 // 512, "ten sizes and two other policies"
 
 
 def test_blocks_that_the_engine_has_are_simulated_and_not_counted() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.ghosts.ghost_tier import GhostTier, Prompt, Sizes
 from prefixd.cache.ghosts.ghosts import Ghosts
 from prefixd.cache.ghosts.prefix_hashes import PrefixHashes
@@ -52,6 +53,21 @@ async def test_a_part_of_a_prompt_does_not_keep_all_of_it_in_memory(make_rig: Ca
         ghosts.asked(rig.namespace, chain, Lookup(blocks, blocks, 0))
     del chain
     assert ghosts.queued == 2 and whole() is None
+
+
+async def test_what_was_asked_lately_keeps_no_long_blocks(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    ghosts = Ghosts(rig.cache, "lru", 1 << 20)
+    namespace = rig.cache.register(NamespaceSpec("long blocks", 65_536, (PartSpec("all", 0, 1),)))
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            prompt = rig.cache.chain(namespace, number.to_bytes(4 * 65_536, "little"))
+            ghosts.asked(namespace, prompt, Lookup(65_536, 1, 0))
+            await settle(ghosts)
+        assert len(ghosts._recent) == 64 and tracemalloc.get_traced_memory()[0] < 1 << 20, "of 16 MiB of tokens"
+    finally:
+        tracemalloc.stop()
 
 
 async def test_too_many_prompts_are_skipped_and_counted_and_the_sample_shrinks(make_rig: Callable[..., Rig]) -> None:

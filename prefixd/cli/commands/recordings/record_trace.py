@@ -54,7 +54,8 @@ def record_command(
 ) -> None:
     """Record the requests of a running daemon to FILE, in the format that `prefixd plan --trace` reads.
 
-    A line has the time, the lengths, and a number for each block of 512 tokens: equal numbers, equal beginnings. FILE
+    A line has the time, the lengths, and a number for each full block of 512 tokens: equal numbers, equal beginnings.
+    Tokens behind a prompt's last full block count in its length alone, so shorter prompts seem to share nothing. FILE
     has no token and no hash of one, and only its owner may read it. Ctrl-C ends the recording; FILE is valid then.
     A request of the daemon's own model is recorded when it ends, an engine's prompt when it is looked up; what the
     engine generates is not known, and has length 0.
@@ -97,7 +98,7 @@ def record_command(
         return
     typer.echo(
         f"{figures['requests']:,} requests in {file}: {figures['prompt_tokens']:,} prompt tokens, "
-        f"{figures['block_tokens']:,} of them in {figures['blocks']:,} blocks of 512 tokens, "
+        f"{figures['block_tokens']:,} of them in {figures['blocks']:,} full blocks of 512 tokens, "
         f"{figures['different_blocks']:,} different"
     )
     if figures["dropped_requests"]:

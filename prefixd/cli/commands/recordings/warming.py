@@ -26,6 +26,10 @@ from prefixd.workloads.warm_file import WarmFile, WarmNamespace, WarmPrefix
 if TYPE_CHECKING:
     from prefixd.v1 import admin_pb2
 
+_KEY_GONE = (
+    "no prefix has the key {} here; record with `prefixd warm record --tokens`: token ids are found in the shared "
+    "store, or computed"
+)
 _LAST = (1 << 31) - 1
 """The priority of a request that every other one goes before."""
 
@@ -154,7 +158,10 @@ class Warming:
                     tenant=namespace.tenant,
                 )
         except NotFoundError:
-            if prefix.token_ids is None or not computes:
+            if prefix.token_ids is None:
+                warmed.failed.append((prefix.line, _KEY_GONE.format(prefix.key)))
+                return
+            if not computes:
                 raise
             await self._run(prefix, namespace.model)  # a model that has not computed anything yet
             return

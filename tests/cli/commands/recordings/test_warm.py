@@ -83,7 +83,8 @@ def test_what_fails_is_told_with_its_line_and_the_others_come(cli: Cli, daemon: 
         for key in ("dead", "9f86d081"):
             written.add(NAMESPACE, key, 4, None)
     result = cli("warm", "load", str(file))
-    assert result.exit_code == 1 and "line 2: no prefix has the key dead" in result.stderr
+    assert result.exit_code == 1 and "line 2: no prefix has the key dead here" in result.stderr
+    assert "record with `prefixd warm record --tokens`" in result.stderr
     assert len(asked(daemon, admin_pb2.WarmRequest)) == 2 and "2 prefixes, 64 tokens" in result.stdout
 
 

@@ -79,8 +79,9 @@ def asks_daemon(command: Callable[..., None]) -> Callable[..., None]:
 
 @asynccontextmanager
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
-    """Yields a client of the daemon at `address`; raises its errors as CommandFailed with the next step."""
-    from prefixd.client import AsyncClient, ClientError, ServerUnavailable, UnsupportedError
+    """Yields a client of the daemon at `address`; raises its errors as CommandFailed with the next step, as WrongUsage
+    what no daemon could do."""
+    from prefixd.client import AsyncClient, ClientError, InvalidArgumentError, ServerUnavailable, UnsupportedError
 
     target = address or f"unix:{find_socket(os.environ)}"
     here = target.startswith(("unix:", "/"))
@@ -100,6 +101,8 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     except UnsupportedError as error:
         remedy = "Start a daemon with a model: `prefixd serve --model DIR` or --embedded"
         raise CommandFailed(str(error), remedy, "UNIMPLEMENTED") from error
+    except InvalidArgumentError as error:
+        raise WrongUsage(str(error)) from error
     except ClientError as error:
         raise CommandFailed(str(error), status=_status(error)) from error
 
@@ -109,7 +112,6 @@ def _status(error: ClientError) -> str:
     from prefixd import client
 
     statuses: dict[type[ClientError], str] = {
-        client.InvalidArgumentError: "INVALID_ARGUMENT",
         client.NotFoundError: "NOT_FOUND",
         client.AlreadyExistsError: "ALREADY_EXISTS",
         client.ExhaustedError: "RESOURCE_EXHAUSTED",
@@ -129,7 +131,7 @@ def _credentials() -> dict[str, Any]:
             token = token_file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise CommandFailed(f"cannot read the token in {token_file}: {why}") from error
+            raise WrongUsage(f"--token-file {token_file} cannot be read ({why}); give a file with the token") from error
     return {**given, "token": token.strip()}
 
 

@@ -90,8 +90,8 @@ class NamedPrefix:
         """Returns the key for the daemon's calls.
 
         Raises:
-            WrongUsage: not exactly one of the key and the prompt's forms is given.
-            CommandFailed: the file or the namespace cannot be used.
+            WrongUsage: not exactly one of the key and the prompt's forms is given, or the file cannot be read.
+            CommandFailed: there is no such namespace.
         """
         if sum(each is not None for each in (self.key, self.prompt, self.prompt_file, self.token_ids)) != 1:
             raise WrongUsage("give one of KEY, --prompt, --prompt-file and --token-ids")
@@ -114,7 +114,7 @@ class NamedPrefix:
             return sys.stdin.read() if str(self.prompt_file) == "-" else self.prompt_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-            raise CommandFailed(f"--prompt-file {self.prompt_file} cannot be read ({why}); give a text file") from error
+            raise WrongUsage(f"--prompt-file {self.prompt_file} cannot be read ({why}); give a text file") from error
 
 
 def parse_token_ids(text: str) -> list[int]:

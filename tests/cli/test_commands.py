@@ -255,7 +255,7 @@ def test_evict_everything_asks_first(cli: Cli, daemon: Any) -> None:
     refused = cli("evict", "--all", "--address", daemon.address, stdin="n\n")
     assert refused.exit_code == 1
     unasked = cli("evict", "--all", "--address", daemon.address, stdin="")
-    assert unasked.exit_code == 1
+    assert unasked.exit_code == 2
     assert unasked.stderr.splitlines()[-1].endswith("standard input has no answer; give --yes to drop without asking")
     assert daemon.requests == []
     assert cli("evict", "--all", "--address", daemon.address, stdin="y\n").exit_code == 0
@@ -329,7 +329,7 @@ def test_a_prefix_can_be_named_by_a_prompt(cli: Cli, daemon: Any, tmp_path: Path
 )
 def test_a_prefix_that_is_not_named_well_is_refused(cli: Cli, daemon: Any, arguments: list[str], words: str) -> None:
     result = cli("pin", *arguments, "--address", daemon.address)
-    assert result.exit_code in (1, 2) and words in result.stderr and not result.stdout
+    assert result.exit_code == 2 and words in result.stderr and not result.stdout
 
 
 def test_inspect_shows_text_where_the_daemon_has_the_tokenizer(cli: Cli, daemon: Any) -> None:
@@ -502,7 +502,7 @@ def test_generate_refuses_options_of_a_search_without_one(cli: Cli, daemon: Any,
 
 def test_generate_refuses_what_is_no_text_in_one_line(cli: Cli, daemon: Any) -> None:
     result = cli("generate", "\udcff", "--address", daemon.address)
-    assert (result.exit_code, daemon.requests) == (1, [])
+    assert (result.exit_code, daemon.requests) == (2, [])
     assert result.stderr == "prefixd: text is '\\udcff'; it must be a string that UTF-8 can encode\n"
 
 
@@ -585,10 +585,34 @@ def test_only_a_daemon_that_did_not_answer_may_not_be_running(cli: Cli, daemon: 
     assert "Is it running?" in cli("stats", "--address", daemon.address).stderr
 
 
-def test_an_address_that_is_none_is_refused(cli: Cli) -> None:
-    result = cli("stats", "--address", "nonsense")
-    assert result.exit_code == 1
-    assert "nonsense" in result.stderr and "host:port" in result.stderr
+@pytest.mark.parametrize("address", ["nonsense", "http://gpu-1:7070", "[::1", "::1:7070", "gpu-1:0"])
+def test_an_address_that_is_none_is_refused(cli: Cli, address: str) -> None:
+    result = cli("stats", "--address", address)
+    assert result.exit_code == 2
+    assert address in result.stderr and "host:port" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tenants", "set", "acme"],
+        ["stats", "--token-file", "/nowhere", "--address", "gpu-1:7070"],
+        ["stats", "--tls-ca", "/nowhere", "--address", "gpu-1:7070"],
+        ["pin", "--prompt-file", "/nowhere"],
+        ["trace", "record", __file__],
+        ["what-if", "--plot", "/nowhere/plot.txt"],
+    ],
+)
+def test_what_no_daemon_could_do_ends_with_2(cli: Cli, arguments: list[str]) -> None:
+    assert cli(*arguments).exit_code == 2
+
+
+def test_a_value_that_the_daemon_calls_wrong_ends_with_2_and_one_that_it_has_not_with_1(cli: Cli, daemon: Any) -> None:
+    for status, code in ((grpc.StatusCode.INVALID_ARGUMENT, 2), (grpc.StatusCode.NOT_FOUND, 1)):
+        daemon.failure = status, "the key is wrong"
+        failed = cli("inspect", "xyz", "--address", daemon.address, "--json")
+        assert failed.exit_code == code == json.loads(failed.stdout)["error"]["exit_status"]
+        assert json.loads(failed.stdout)["error"]["status"] == status.name
 
 
 def test_config_show_names_sources(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,5 +658,5 @@ def test_serve_refuses_what_cannot_work_in_one_line(cli: Cli, arguments: list[st
 def test_a_demo_whose_figures_cannot_be_written_ends_before_it_begins(cli: Cli, tmp_path: Any) -> None:
     for path in (tmp_path, tmp_path / "none" / "demo.json"):
         result = cli("demo", "--out", str(path))
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert result.stderr.startswith(f"prefixd: cannot write to {path}") and result.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from prefixd.cli.connect import Address, Json, connected, run
-from prefixd.cli.failures import CommandFailed, WrongUsage, examples
+from prefixd.cli.failures import WrongUsage, examples
 from prefixd.cli.named_prefix import NamedPrefix, namespace_id_of
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _confirm(question: str) -> None:
         if sys.stdin.isatty():
             raise  # Ctrl-C
         typer.echo(err=True)
-        raise CommandFailed("standard input has no answer; give --yes to drop without asking") from error
+        raise WrongUsage("standard input has no answer; give --yes to drop without asking") from error
     if not sure:
         raise typer.Abort
 

@@ -10,7 +10,7 @@ import typer
 from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cli.completions import complete_tenants
 from prefixd.cli.connect import Address, Json, asks_daemon, connected, run
-from prefixd.cli.failures import CleanGroup, CommandFailed, examples, paragraphs
+from prefixd.cli.failures import CleanGroup, CommandFailed, WrongUsage, examples, paragraphs
 
 if TYPE_CHECKING:
     from prefixd.v1 import admin_pb2
@@ -157,7 +157,7 @@ def set_command(
     tiers = {tier: given for tier, given in zip(QUOTA_TIERS, (gpu, cpu, disk), strict=True) if given is not None}
     given = {limit: value for limit, value in limits.items() if value is not None}
     if not tiers and not given:
-        raise CommandFailed("no limit is given; `prefixd tenants set --help` lists them")
+        raise WrongUsage("no limit is given; `prefixd tenants set --help` lists them")
 
     async def ask() -> admin_pb2.TenantStats:
         async with connected(address) as client:

@@ -14,7 +14,7 @@ import typer
 
 from prefixd.base.extras import require
 from prefixd.base.tiers import QUOTA_TIERS
-from prefixd.cli.failures import CommandFailed, examples
+from prefixd.cli.failures import CommandFailed, WrongUsage, examples
 
 if TYPE_CHECKING:
     from prefixd.cli.output.progress import RichProgress
@@ -159,6 +159,6 @@ def _to_plain(figures: Sequence[Figures]) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises CommandFailed before the run, which takes minutes, if the file could not be written after it."""
+    """Raises WrongUsage before the run, which takes minutes, if the file could not be written after it."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise CommandFailed(f"cannot write to {path}; choose another file in a directory that exists")
+        raise WrongUsage(f"cannot write to {path}; choose another file in a directory that exists")

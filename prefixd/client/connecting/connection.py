@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
+_HOST = re.compile(r"[^\[\]:/\s]+|\[[^\[\]/\s]+\]")  # gpu-1, 10.0.0.7, [::1]
 
 
 def default_address() -> str:
@@ -79,7 +81,7 @@ def parse_address(address: str | None) -> str:
     if address.startswith("unix:") and address != "unix:":
         return address
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or _HOST.fullmatch(host) is None or not port.isdigit() or not 0 < int(port) < 65536:
         raise InvalidArgumentError(f"{address!r} is no address: give unix:/path/to.sock or host:port")
     return address
 

@@ -72,7 +72,7 @@ def recover_command(
     overrides = flags | parse_assignments(assignments)
     settings = Settings.load(config or find_config_file(os.environ), overrides)
     if not settings.disk_path.is_dir():
-        raise CommandFailed(
+        raise WrongUsage(
             f"there is no disk tier in {settings.disk_path}; give the same --config, --data-dir and --set as to "
             "`prefixd serve`"
         )
@@ -102,13 +102,13 @@ def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
     from prefixd_swap import DirectoryInUseError, ShrinkError, SlabStore, StorageError, SwapError, discard, salvage
 
     if not settings.disk.bytes:
-        raise CommandFailed("disk.bytes = 0: there is no disk tier; give the settings of `prefixd serve`")
+        raise WrongUsage("disk.bytes = 0: there is no disk tier; give the settings of `prefixd serve`")
     try:
         store = SlabStore.open(settings.disk_path, settings.disk.bytes, io=settings.disk.io, shrink=False)
     except DirectoryInUseError as error:
         raise CommandFailed(f"{error}; stop the daemon before you recover") from error
     except ShrinkError as error:
-        raise CommandFailed(
+        raise WrongUsage(
             f"disk.bytes = {settings.disk.bytes}: {error}; give the settings of `prefixd serve`"
         ) from error
     except SwapError as error:

@@ -40,17 +40,12 @@ def what_if_command(
     it in 19 of 20 cases. The present size has two figures: measured, and as the sample says; where they differ much, do
     not trust the others. One is blocks that were cached before the start: the sample sees them as new.
     """
-    from prefixd.base.errors import ConfigError
-    from prefixd.cli.failures import CommandFailed
     from prefixd.cli.output import json_values as plain
 
     if plot_file is not None:
         from prefixd.planner.plots import check_drawable
 
-        try:
-            check_drawable(plot_file)
-        except ConfigError as error:
-            raise CommandFailed(str(error)) from error
+        check_drawable(plot_file)
 
     async def ask() -> admin_pb2.WhatIfResponse:
         async with connected(address) as client:

@@ -60,14 +60,10 @@ def record_command(
     A request of the daemon's own model is recorded when it ends, an engine's prompt when it is looked up; what the
     engine generates is not known, and has length 0.
     """
-    from prefixd.base.errors import ConfigError
     from prefixd.cli.output import json_values as plain
     from prefixd.workloads.recorded_trace import RecordedTrace
 
-    try:
-        trace = RecordedTrace(file, force=force)
-    except ConfigError as error:
-        raise CommandFailed(str(error)) from error
+    trace = RecordedTrace(file, force=force)
 
     async def record() -> None:
         with trace:

@@ -90,7 +90,7 @@ def test_a_running_daemon_sees_that_it_was_discarded(cli: Cli, stopped: DaemonPr
 
 def test_a_folder_without_a_disk_tier_is_not_one_where_all_is_well(cli: Cli, tmp_path: Path) -> None:
     done = cli("recover", "--data-dir", str(tmp_path / "mistyped"))
-    assert done.exit_code == 1 and not done.stdout
+    assert done.exit_code == 2 and not done.stdout
     assert f"no disk tier in {tmp_path / 'mistyped' / 'blocks'}; give the same" in done.stderr
 
 

@@ -1,10 +1,10 @@
 """Two daemons on one device whose GPU tiers grow and shrink: memory follows the requests.
 
 Two daemons run the embedded model, with tiers that have a least, a most and a reserve, in the memory of one device
-(`benchmarks.common.shared_device`: a stand-in in host memory, where both tiers at their most do not fit). Requests go
-to the first daemon alone, to the second alone, to both, then to none. A phase begins when the last request of the one
-before has ended. Meanwhile the memory that the kernel has given to each tier's file is read five times a second. At the
-end the prompts that were answered are run once by a daemon with a tier of a fixed size, without a cache.
+(`benchmarks.stand_ins.shared_device`: a stand-in in host memory, where both tiers at their most do not fit). Requests
+go to the first daemon alone, to the second alone, to both, then to none. A phase begins when the last request of the
+one before has ended. Meanwhile the memory that the kernel has given to each tier's file is read five times a second. At
+the end the prompts that were answered are run once by a daemon with a tier of a fixed size, without a cache.
 
 What each daemon should have: alone with requests its most (they want more), without requests its least; both with
 requests together all of the device but the reserve. follow_s is how long it took, at the worst of all phases, until
@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.checks.resize import memory_bytes
 from benchmarks.common import harness
 from benchmarks.common.options import from_options, option
-from benchmarks.common.shared_device import SharedDevice, SharingDaemon
+from benchmarks.stand_ins.shared_device import SharedDevice, SharingDaemon
 from benchmarks.workloads.asking import generated_tokens
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, ClientError, Sampling

@@ -26,14 +26,14 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import from_options, number, option, seed
-from benchmarks.workloads import way_figures as serving
+from benchmarks.ways_of_serving import way_figures as serving
+from benchmarks.ways_of_serving.run_progress import daemon_of
+from benchmarks.ways_of_serving.way_figures import Figures
+from benchmarks.ways_of_serving.ways import SHARES, WAYS, Room, Way, chosen_ways
 from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
-from benchmarks.workloads.run_progress import daemon_of
 from benchmarks.workloads.share_gpt import read_share_gpt
 from benchmarks.workloads.talk import talk
 from benchmarks.workloads.traced import read_conversations
-from benchmarks.workloads.way_figures import Figures
-from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
 
 _CONTEXT = 8192  # of the model that comes with prefixd
 _SCALES = {"generator": 1 / 8, "sharegpt": 1 / 16, "trace": 1 / 32}

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.common import harness
 from benchmarks.common.options import option
-from benchmarks.workloads.ttft import first_token, gpu_bytes, in_turn, settings, start
+from benchmarks.ways_of_serving.ttft import first_token, gpu_bytes, in_turn, settings, start
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Tier
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS
@@ -74,7 +74,7 @@ def measure(prefix_tokens: int, new_tokens: int, bytes_per_s: float, repeats: in
         way: DaemonProcess(
             shared | {"worker.layerwise_loads": mode},
             directory=folder / way,
-            program=("-m", "benchmarks.common.slow_copies", str(bytes_per_s)),
+            program=("-m", "benchmarks.stand_ins.slow_copies", str(bytes_per_s)),
         )
         for way, mode in MODES.items()
     }

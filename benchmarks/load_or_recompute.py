@@ -30,8 +30,8 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import option
-from benchmarks.common.throttled import DiskRate, ThrottledDaemon
-from benchmarks.workloads.ttft import (
+from benchmarks.stand_ins.throttled import DiskRate, ThrottledDaemon
+from benchmarks.ways_of_serving.ttft import (
     first_token,
     gpu_bytes,
     in_turn,

@@ -35,8 +35,8 @@ from benchmarks.common import harness
 from benchmarks.common.options import number, option, size
 from benchmarks.sharing import byte_copies, second_host, store_down
 from benchmarks.sharing import first_token_by_rate as first_token
+from benchmarks.ways_of_serving.ttft import whole_blocks
 from benchmarks.workloads.trace_requests import requests_of
-from benchmarks.workloads.ttft import whole_blocks
 from prefixd.workloads.circumstances import circumstances
 from prefixd.workloads.mooncake import HASH_TOKENS
 

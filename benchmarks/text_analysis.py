@@ -39,7 +39,7 @@ from benchmarks.text_analysis_parts.goals import goals
 from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
 from benchmarks.text_analysis_parts.panels import draw, panels
 from benchmarks.text_analysis_parts.suites import SUITES, groups
-from benchmarks.workloads.run_progress import shown_progress
+from benchmarks.ways_of_serving.run_progress import shown_progress
 from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
 GPU_HELP = (

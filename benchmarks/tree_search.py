@@ -31,10 +31,10 @@ from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
 from benchmarks.tree_parts.language_server import LanguageServer, pylsp
 from benchmarks.tree_parts.programs import PROGRAMS
 from benchmarks.tree_parts.search import INSTRUCTIONS
-from benchmarks.workloads import way_figures as serving
-from benchmarks.workloads.run_progress import daemon_of
-from benchmarks.workloads.way_figures import Figures
-from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
+from benchmarks.ways_of_serving import way_figures as serving
+from benchmarks.ways_of_serving.run_progress import daemon_of
+from benchmarks.ways_of_serving.way_figures import Figures
+from benchmarks.ways_of_serving.ways import SHARES, WAYS, Room, Way, chosen_ways
 
 
 async def measure(ways: Sequence[Way], plan: Plan, room: Room) -> tuple[list[Figures], list[Grown], int]:

@@ -40,8 +40,8 @@ import numpy as np
 
 from benchmarks.common import harness
 from benchmarks.common.options import option, size
-from benchmarks.common.throttled import DiskRate, ThrottledDaemon
 from benchmarks.load.disk_traffic import TIMEOUT_S, DiskTraffic, Prompts, Traffic, TrafficPlan
+from benchmarks.stand_ins.throttled import DiskRate, ThrottledDaemon
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, Tier
 

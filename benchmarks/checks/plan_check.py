@@ -29,11 +29,11 @@ from benchmarks.common import harness
 from benchmarks.common.options import chosen, from_options, number, option, seed
 from benchmarks.text_analysis_parts.measuring import worker_threads
 from benchmarks.text_analysis_parts.planned_rounds import of_text_analysis
-from benchmarks.workloads import way_figures as serving
+from benchmarks.ways_of_serving import way_figures as serving
+from benchmarks.ways_of_serving.run_progress import Silence
+from benchmarks.ways_of_serving.ways import NO_CACHE, TIERS, Room, Way
 from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
-from benchmarks.workloads.run_progress import Silence
 from benchmarks.workloads.talk import talk
-from benchmarks.workloads.ways import NO_CACHE, TIERS, Room, Way
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.cli.demo.runner import ask_each_once, measure, settings_for
 from prefixd.client import AsyncClient

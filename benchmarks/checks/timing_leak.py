@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
-from benchmarks.workloads.ttft import first_token
+from benchmarks.ways_of_serving.ttft import first_token
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.serving.models.embedded_model import VOCAB_SIZE

@@ -17,7 +17,7 @@ from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from benchmarks.gpu_parts.rig.prediction import Prediction
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import register_host, unregister_host
-from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice, open_device
 
 _SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
 _SMALL_SIZES = (64 << 10, 1 << 20)

@@ -25,7 +25,7 @@ from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import register_host, unregister_host
 from prefixd_swap.copies.page_copies import PageCopies
 from prefixd_swap.copies.page_runs import PackedPages, PageRun
-from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice, open_device
 
 _KIB = 1 << 10
 _SHAPES = (

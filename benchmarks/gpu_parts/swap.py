@@ -16,7 +16,7 @@ from benchmarks.gpu_parts.rig.prediction import Prediction
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, CudaCopyEngine, register_host, unregister_host
 from prefixd_swap.vmem import VirtualRange
-from prefixd_swap.vmem.cuda_driver import open_device
+from prefixd_swap.vmem.backends.cuda_driver import open_device
 
 _WAYS = ("h2d", "d2h")
 

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from benchmarks.gpu_parts.rig.prediction import Prediction
-from prefixd_swap.vmem.cuda import CudaMemory
-from prefixd_swap.vmem.cuda_driver import open_device
+from prefixd_swap.vmem.backends.cuda import CudaMemory
+from prefixd_swap.vmem.backends.cuda_driver import open_device
 
 _RUNS = (1, 8, 64, 512)
 _SMALL_RUNS = (1, 8)

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.host_parts.free_driver import HostPart, answer
 from prefixd_swap import PackedPages, PageCopies, PageRun, create_memory
-from prefixd_swap.vmem.cuda_driver import open_device
+from prefixd_swap.vmem.backends.cuda_driver import open_device
 
 PART = HostPart(
     "pages",

@@ -16,11 +16,11 @@ from benchmarks.text_analysis_parts.measuring import measure_group, worker_threa
 from benchmarks.text_analysis_parts.suites import NO_CACHE, TIER_SETS, Cell
 from benchmarks.tree_parts.grow import Plan
 from benchmarks.tree_parts.programs import PROGRAMS
+from benchmarks.ways_of_serving.run_progress import shown_progress
+from benchmarks.ways_of_serving.way_figures import Figures
+from benchmarks.ways_of_serving.ways import NO_CACHE as WITHOUT
+from benchmarks.ways_of_serving.ways import TIERS, Room, Way
 from benchmarks.workloads.conversations import Statistics, distinct_tokens, fitting, generate
-from benchmarks.workloads.run_progress import shown_progress
-from benchmarks.workloads.way_figures import Figures
-from benchmarks.workloads.ways import NO_CACHE as WITHOUT
-from benchmarks.workloads.ways import TIERS, Room, Way
 from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
 
 _PAPER = Paper(

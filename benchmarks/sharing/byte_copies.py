@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
-from benchmarks.common.slow_link import SlowLink
 from benchmarks.sharing.hosts import Secrets, cache_host, remote_stats, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer, valkey_objects
+from benchmarks.stand_ins.slow_link import SlowLink
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd_swap.stores import ObjectStore, Read, Write, open_store
 from prefixd_swap.stores.base import NAME_BYTES

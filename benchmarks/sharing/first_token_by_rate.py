@@ -11,10 +11,10 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.plots import lines
-from benchmarks.common.slow_link import SlowLink
 from benchmarks.sharing.hosts import Secrets, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer
-from benchmarks.workloads.ttft import first_token, in_turn, prompt_of, quartiles, settings, start
+from benchmarks.stand_ins.slow_link import SlowLink
+from benchmarks.ways_of_serving.ttft import first_token, in_turn, prompt_of, quartiles, settings, start
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Tier
 from prefixd.workloads.text_analysis import BLOCK_TOKENS

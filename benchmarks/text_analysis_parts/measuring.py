@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.throttled import DiskRate, ThrottledDaemon
+from benchmarks.stand_ins.throttled import DiskRate, ThrottledDaemon
 from benchmarks.text_analysis_parts.suites import Cell
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.cli.demo.runner import Progress, measure, send_requests, settings_for

@@ -1,1 +1,1 @@
-"""Workloads (conversations, traces, chats), the requests made of them, and their figures."""
+"""Workloads (conversations, traces, chats), and the requests made of them."""

@@ -5,7 +5,9 @@ Standard library only and no clock of its own: time is passed in, so that a simu
 
 from __future__ import annotations
 
-from prefixd_scheduler.cost import LOADED_FROM, CostModel, PrefillCost
+from prefixd_scheduler.costs.cost import LOADED_FROM, CostModel, PrefillCost
+from prefixd_scheduler.costs.load_plan import LoadPlan, Regret, Stretch, plan_load
+from prefixd_scheduler.costs.look_ahead import LookAhead
 from prefixd_scheduler.distance import WEIGHT_CLASSES, Distance, prompt_weight, weight_class
 from prefixd_scheduler.errors import (
     DuplicateRequestError,
@@ -17,8 +19,6 @@ from prefixd_scheduler.errors import (
     UnknownRequestError,
 )
 from prefixd_scheduler.header import Header
-from prefixd_scheduler.load_plan import LoadPlan, Regret, Stretch, plan_load
-from prefixd_scheduler.look_ahead import LookAhead
 from prefixd_scheduler.policies import (
     POLICIES,
     EarliestDeadlineFirst,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import breathe
-from benchmarks.common.shared_device import DeviceMemory, SharedDevice
+from benchmarks.stand_ins.shared_device import DeviceMemory, SharedDevice
 from prefixd.workloads.text_analysis import BLOCK_BYTES
 from prefixd_swap import OutOfMemoryError
 

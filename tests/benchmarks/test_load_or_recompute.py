@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import load_or_recompute
 from benchmarks.common.harness import BenchmarkError
-from benchmarks.common.throttled import DiskRate
 from benchmarks.load_or_recompute import Point
-from benchmarks.workloads.ttft import prompt_of
+from benchmarks.stand_ins.throttled import DiskRate
+from benchmarks.ways_of_serving.ttft import prompt_of
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS
 
 

@@ -7,9 +7,9 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.common import throttled
-from benchmarks.common.steered_daemon import Orders
-from benchmarks.common.throttled import ThrottledOps
+from benchmarks.stand_ins import throttled
+from benchmarks.stand_ins.steered_daemon import Orders
+from benchmarks.stand_ins.throttled import ThrottledOps
 
 
 def write(path: Path, **rate: float) -> None:

@@ -19,7 +19,7 @@ from benchmarks.tree_parts.language_server import Diagnostic, LanguageServer, La
 from benchmarks.tree_parts.planned import PlannedModel, program_lines, same_program
 from benchmarks.tree_parts.programs import PROGRAMS, Program
 from benchmarks.tree_parts.search import Node, Search
-from benchmarks.workloads.ways import Room
+from benchmarks.ways_of_serving.ways import Room
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Program(

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks import urgency
-from benchmarks.common.steered_daemon import Orders
-from benchmarks.common.throttled import DiskRate, ThrottledOps
 from benchmarks.load.disk_traffic import Prompts, TrafficPlan
+from benchmarks.stand_ins.steered_daemon import Orders
+from benchmarks.stand_ins.throttled import DiskRate, ThrottledOps
 from prefixd.client import AsyncLease
 
 SHORT = (

@@ -12,10 +12,10 @@ from benchmarks import chat, tree_search
 from benchmarks.common.options import number
 from benchmarks.tree_parts.grow import Grown, Plan
 from benchmarks.tree_parts.programs import PROGRAMS
+from benchmarks.ways_of_serving.way_figures import same_answers, summarise
+from benchmarks.ways_of_serving.ways import COMPARED, TIERS, WAYS, Room, Way, chosen_ways
 from benchmarks.workloads.asking import Asked
 from benchmarks.workloads.seen_blocks import SeenBlocks
-from benchmarks.workloads.way_figures import same_answers, summarise
-from benchmarks.workloads.ways import COMPARED, TIERS, WAYS, Room, Way, chosen_ways
 from prefixd.settings import Settings
 from prefixd_scheduler import POLICIES
 

@@ -20,7 +20,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from benchmarks.common.slow_link import SlowLink
+from benchmarks.stand_ins.slow_link import SlowLink
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from tests.remote.certificates import new_certificates
 from tests.remote.hosts import BLOCK, Answer, Host, host, prompt

@@ -11,7 +11,7 @@ from pathlib import Path
 import obstore
 import pytest
 
-from benchmarks.common.slow_link import SlowLink
+from benchmarks.stand_ins.slow_link import SlowLink
 from prefixd_swap.errors import RemoteStoreError
 from prefixd_swap.stores import S3Options, Write
 from prefixd_swap.stores.s3 import s3_store as s3

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.common.slow_link import SlowLink
+from benchmarks.stand_ins.slow_link import SlowLink
 from tests.remote.processes import free_port
 
 

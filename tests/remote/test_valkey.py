@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.slow_link import SlowLink
+from benchmarks.stand_ins.slow_link import SlowLink
 from prefixd_swap.errors import RemoteFullError, RemoteStoreError
 from prefixd_swap.stores import ObjectStore, Read, ValkeyOptions
 from prefixd_swap.stores.valkey.valkey_slots import SLOTS, Endpoint, parse_nodes, slot_of

@@ -15,7 +15,7 @@ import torch
 
 from prefixd_swap.group_shape import KvGeometry, Layout
 from prefixd_swap.vmem import VirtualMemory, create_memory
-from prefixd_swap.vmem.cuda_driver import open_device
+from prefixd_swap.vmem.backends.cuda_driver import open_device
 
 HOST_CHUNK_BYTES = 64 << 10
 

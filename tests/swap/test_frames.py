@@ -23,7 +23,8 @@ from prefixd_swap.errors import (
     SwapError,
 )
 from prefixd_swap.group_shape import KvGeometry
-from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory, linux
+from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory
+from prefixd_swap.vmem.backends import linux
 from prefixd_swap.vmem.free_runs import FreeRuns
 from tests.swap.conftest import used_bytes
 

@@ -14,7 +14,7 @@ from prefixd_swap.copies.copy_engine import CudaCopyEngine, StreamMark
 from prefixd_swap.errors import DeviceError, MemoryMisuseError
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem import VirtualMemory, create_memory
-from prefixd_swap.vmem.cuda_driver import STAND_IN_NAME, CudaDevice, open_device
+from prefixd_swap.vmem.backends.cuda_driver import STAND_IN_NAME, CudaDevice, open_device
 
 
 def span_of(array: np.ndarray[Any, Any]) -> Span:

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from prefixd_swap.vmem import create_memory
-from prefixd_swap.vmem.mapping_budget import PROCESS_MAPPINGS, kernel_limit
+from prefixd_swap.vmem.backends.mapping_budget import PROCESS_MAPPINGS, kernel_limit
 
 _EXHAUST = """
 import json
 from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.vmem import create_memory
-from prefixd_swap.vmem.mapping_budget import PROCESS_MAPPINGS, kernel_limit
+from prefixd_swap.vmem.backends.mapping_budget import PROCESS_MAPPINGS, kernel_limit
 count = kernel_limit()
 with create_memory("cpu", 4096) as memory:
     memory.create(count)

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from prefixd_swap.errors import CreationStoppedError, DeviceError, IntegrityError, MemoryMisuseError, OutOfMemoryError
-from prefixd_swap.vmem import VirtualMemory, VirtualRange, create_memory, host
-from prefixd_swap.vmem.cuda_driver import ck, open_device
+from prefixd_swap.vmem import VirtualMemory, VirtualRange, create_memory
+from prefixd_swap.vmem.backends import host
+from prefixd_swap.vmem.backends.cuda_driver import ck, open_device
 from tests.swap.conftest import used_bytes
 
 Settle = Callable[[], None]

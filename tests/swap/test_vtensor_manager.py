@@ -358,7 +358,7 @@ def test_impossible_sizes_are_refused(memory: VirtualMemory, geometry: KvGeometr
 
 
 def test_mappings_that_idle_rows_keep_go_before_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefixd_swap.vmem import host, mapping_budget
+    from prefixd_swap.vmem.backends import host, mapping_budget
 
     budget = mapping_budget.MappingBudget(12)
     monkeypatch.setattr(host, "PROCESS_MAPPINGS", budget)

@@ -21,7 +21,8 @@ from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import Done, Extend, Hello, Memory, Ready, Shutdown, Start, Step
 from prefixd.worker_protocol.worker_settings import WorkerSettings
-from prefixd_swap.vmem import FramePool, create_memory, linux
+from prefixd_swap.vmem import FramePool, create_memory
+from prefixd_swap.vmem.backends import linux
 
 
 class Script:

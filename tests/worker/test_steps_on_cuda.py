@@ -22,7 +22,7 @@ from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Expect, Extend, Layers, StateFrames
 from prefixd.worker_protocol.worker_settings import WorkerSettings
-from prefixd_swap.vmem.cuda_driver import open_device
+from prefixd_swap.vmem.backends.cuda_driver import open_device
 from tests.worker.conftest import Rig
 from tests.worker.tiny_models import build_recurrent
 

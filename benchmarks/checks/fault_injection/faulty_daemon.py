@@ -24,7 +24,7 @@ from pathlib import Path
 
 import lmdb
 
-from benchmarks.common.steered_daemon import Orders, SteeredDaemon, serve
+from benchmarks.stand_ins.steered_daemon import Orders, SteeredDaemon, serve
 from prefixd_swap import FileOps
 
 _PAGE_BYTES = 4096

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.checks.planted_causes.plants import Plants, ask
-from benchmarks.common.throttled import DiskRate, ThrottledDaemon
+from benchmarks.stand_ins.throttled import DiskRate, ThrottledDaemon
 from benchmarks.storage.bit_flips import StoredBlocks
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2, cache_pb2

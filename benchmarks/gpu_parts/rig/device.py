@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from prefixd_swap.vmem import VirtualMemory, create_memory
-from prefixd_swap.vmem.cuda_driver import STAND_IN_NAME, open_device
+from prefixd_swap.vmem.backends.cuda_driver import STAND_IN_NAME, open_device
 
 Kind = Literal["cuda", "stand-in", "cpu"]
 CHUNK_BYTES = 2 << 20

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 from prefixd.base.errors import ConfigError
 from prefixd_swap import SwapError
-from prefixd_swap.vmem.linux import punch_hole
+from prefixd_swap.vmem.backends.linux import punch_hole
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from prefixd_swap.copies.row_columns import RowColumns
 from prefixd_swap.copies.strided_copies import Rows, StridedCopies
 from prefixd_swap.errors import MemoryMisuseError, SwapError
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vmem.cuda_driver import CudaDevice, cuda_ordinal, open_device, register_host, unregister_host
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice, cuda_ordinal, open_device, register_host, unregister_host
 
 __all__ = [
     "CopyEngine",

@@ -8,8 +8,8 @@ import numpy as np
 
 from prefixd_swap.copies.page_runs import NO_BLOCK, PackedPages, PageRun
 from prefixd_swap.errors import DeviceError
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice
 from prefixd_swap.vmem.base import VirtualMemory
-from prefixd_swap.vmem.cuda_driver import CudaDevice
 
 Move = Callable[[PackedPages], None]
 

@@ -37,8 +37,8 @@ from prefixd_swap.copies.page_runs import NO_BLOCK, Ids, PackedPages
 from prefixd_swap.copies.strided_copies import Rows, StridedCopies, evenly_spaced
 from prefixd_swap.errors import MemoryMisuseError, SwapError
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vmem.cuda import CudaMemory
-from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device, register_host, unregister_host
+from prefixd_swap.vmem.backends.cuda import CudaMemory
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice, open_device, register_host, unregister_host
 
 _HALF_BYTES = 32 << 20
 _TABLE_BYTES = 2 << 20

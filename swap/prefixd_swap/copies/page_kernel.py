@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice, open_device
 
 _PTX = Path(__file__).with_name("page_moves.ptx")
 _THREADS = 256

@@ -19,8 +19,8 @@ from itertools import pairwise
 
 from prefixd_swap.errors import OutOfMemoryError, SwapError
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vmem import linux
-from prefixd_swap.vmem.cuda_driver import register_host, unregister_host
+from prefixd_swap.vmem.backends import linux
+from prefixd_swap.vmem.backends.cuda_driver import register_host, unregister_host
 
 _SLICE_BYTES = 1 << 30
 

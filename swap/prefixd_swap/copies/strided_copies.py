@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.copies.pinning import pieces
-from prefixd_swap.vmem.cuda_driver import CudaDevice
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice
 
 LONGEST_PITCH = (1 << 31) - 1
 """CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from prefixd_swap.vmem.backends.cuda import CudaMemory
+from prefixd_swap.vmem.backends.cuda_driver import cuda_ordinal
+from prefixd_swap.vmem.backends.host import HostMemory
 from prefixd_swap.vmem.base import ChunkId, Export, FrameId, VirtualMemory
-from prefixd_swap.vmem.cuda import CudaMemory
-from prefixd_swap.vmem.cuda_driver import cuda_ordinal
 from prefixd_swap.vmem.fence import Fence
 from prefixd_swap.vmem.frame_table import FrameTable
 from prefixd_swap.vmem.frames import FramePool, NewFrames
-from prefixd_swap.vmem.host import HostMemory
 from prefixd_swap.vmem.transfer import attach_memory, recv_export, send_export
 from prefixd_swap.vmem.virtual_range import VirtualRange
 

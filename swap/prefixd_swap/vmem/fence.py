@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prefixd_swap.errors import MemoryMisuseError, SwapError
-from prefixd_swap.vmem.cuda_driver import CudaDevice
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice
 
 Work = Callable[[], None]
 

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prefixd_swap.errors import TransferError
+from prefixd_swap.vmem.backends.cuda import CudaMemory
+from prefixd_swap.vmem.backends.host import HostMemory
 from prefixd_swap.vmem.base import Export, VirtualMemory
-from prefixd_swap.vmem.cuda import CudaMemory
-from prefixd_swap.vmem.host import HostMemory
 
 BATCH = 253  # SCM_MAX_FD: the most descriptors that one message can carry
 _MARK = b"\x01"

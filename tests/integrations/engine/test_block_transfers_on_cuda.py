@@ -22,7 +22,7 @@ from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd_swap import PageCopies, create_copy_engine, create_memory, register_host, unregister_host
 from prefixd_swap.copies import pinning
 from prefixd_swap.errors import DeviceError
-from prefixd_swap.vmem.cuda_driver import open_device
+from prefixd_swap.vmem.backends.cuda_driver import open_device
 from tests.integrations.engine.conftest import LAYERS, LOG, PAGES, MakeRank, Rank
 from tests.waiting import wait_until
 

@@ -25,7 +25,7 @@ from prefixd_swap.copies.copy_engine import (
 from prefixd_swap.errors import DeviceError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem import VirtualMemory, VirtualRange
-from prefixd_swap.vmem.cuda_driver import open_device
+from prefixd_swap.vmem.backends.cuda_driver import open_device
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -21,7 +21,7 @@ from prefixd_swap.copies.pinning import HostPin
 from prefixd_swap.errors import DeviceError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem import VirtualMemory, VirtualRange
-from prefixd_swap.vmem.cuda_driver import open_device
+from prefixd_swap.vmem.backends.cuda_driver import open_device
 
 PAGES = 64
 PAGE_BYTES = (24 << 10, 8 << 10, 100)  # of three layers; the last is no multiple of a kernel's widest element

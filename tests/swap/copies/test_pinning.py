@@ -18,8 +18,9 @@ from prefixd_swap.copies.copy_engine import CudaCopyEngine
 from prefixd_swap.copies.pinning import HostPin, pieces
 from prefixd_swap.errors import DeviceError, OutOfMemoryError
 from prefixd_swap.spans import Span
-from prefixd_swap.vmem import VirtualMemory, linux
-from prefixd_swap.vmem.cuda_driver import open_device, register_host, unregister_host
+from prefixd_swap.vmem import VirtualMemory
+from prefixd_swap.vmem.backends import linux
+from prefixd_swap.vmem.backends.cuda_driver import open_device, register_host, unregister_host
 
 SLICE = 1 << 20
 BYTES = 5 * SLICE // 2  # two slices and a half

@@ -469,7 +469,7 @@ def test_an_impossible_cache_is_refused(wrong: dict[str, object], error: type[Ex
 
 
 def test_no_mapping_left_is_a_return_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefixd_swap.vmem import host, mapping_budget
+    from prefixd_swap.vmem.backends import host, mapping_budget
 
     monkeypatch.setattr(host, "PROCESS_MAPPINGS", mapping_budget.MappingBudget(8))
     with VAttention() as kv:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 if "prefixd.worker" in sys.orig_argv:
-    from prefixd_swap.vmem import mapping_budget
+    from prefixd_swap.vmem.backends import mapping_budget
 
     class ScarceMappings(mapping_budget.MappingBudget):
         """A budget whose limit is in a file."""

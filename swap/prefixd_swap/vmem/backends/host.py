@@ -14,10 +14,10 @@ import numpy as np
 
 from prefixd_swap.errors import CreationStoppedError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.memory_limit import memory_bytes
-from prefixd_swap.vmem import linux
+from prefixd_swap.vmem.backends import linux
+from prefixd_swap.vmem.backends.mapping_budget import PROCESS_MAPPINGS
 from prefixd_swap.vmem.base import ChunkIds, Export, VirtualMemory
 from prefixd_swap.vmem.fence import Fence, HostFence
-from prefixd_swap.vmem.mapping_budget import PROCESS_MAPPINGS
 
 _HUGE_PAGE_BYTES = 2 << 20
 _ALLOCATE_BYTES = 256 << 20  # of one call; between two calls `stop_creating` is checked

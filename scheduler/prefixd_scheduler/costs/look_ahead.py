@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from prefixd_scheduler.cost import CostModel
+from prefixd_scheduler.costs.cost import CostModel
 from prefixd_scheduler.distance import Distance
 
 MOST = 64

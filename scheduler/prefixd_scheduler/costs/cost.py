@@ -6,9 +6,9 @@ import copy
 import math
 from dataclasses import dataclass
 
+from prefixd_scheduler.costs.seconds import Seconds
 from prefixd_scheduler.distance import Distance
 from prefixd_scheduler.errors import InvalidValueError
-from prefixd_scheduler.seconds import Seconds
 
 LOADED_FROM = (Distance.CPU, Distance.DISK, Distance.REMOTE)
 """The tiers that blocks are loaded from."""

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common.harness import Outcome, Table
+from benchmarks.ways_of_serving.ways import Way
 from benchmarks.workloads.asking import Asked
-from benchmarks.workloads.ways import Way
 from prefixd.workloads.latency_figures import HitTokens, Quantiles, digest, quantile
 
 _SHOWN = (

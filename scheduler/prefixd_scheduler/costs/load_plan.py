@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prefixd_scheduler.cost import CostModel
+from prefixd_scheduler.costs.cost import CostModel
 from prefixd_scheduler.distance import Distance
 
 _WORTH = 0.88

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lmdb
 
-from benchmarks.common.steered_daemon import Orders, SteeredDaemon, serve
+from benchmarks.stand_ins.steered_daemon import Orders, SteeredDaemon, serve
 from prefixd_swap import FileOps
 
 _LOOK_S = 0.01
@@ -111,7 +111,7 @@ class ThrottledOps(FileOps):
 class ThrottledDaemon(SteeredDaemon):
     """A daemon whose disk is as fast as `throttle` said last; at first as fast as the device."""
 
-    MODULE = "benchmarks.common.throttled"
+    MODULE = "benchmarks.stand_ins.throttled"
 
     def throttle(self, rate: DiskRate) -> None:
         """From its next file call on the disk has this rate; a call that waits for a disk that hangs has it, too."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from benchmarks.workloads.ways import Room, Way
+from benchmarks.ways_of_serving.ways import Room, Way
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.cli.demo.runner import Progress
 from prefixd.cli.output.progress import RichProgress

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from prefixd_scheduler import CostModel, Distance
-from prefixd_scheduler.look_ahead import MOST, LookAhead
+from prefixd_scheduler.costs.look_ahead import MOST, LookAhead
 
 
 def looking(*, load_s: float, interval_s: float, fixed: int | None = None) -> LookAhead:

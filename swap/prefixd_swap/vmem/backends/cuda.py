@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError, SwapError, TransferError
+from prefixd_swap.vmem.backends.cuda_driver import CudaDevice, open_device
 from prefixd_swap.vmem.base import ChunkIds, Export, VirtualMemory
-from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device
 from prefixd_swap.vmem.fence import CudaFence, Fence
 
 

@@ -1,7 +1,7 @@
 """A daemon in its own process whose copies between GPU tier and CPU tier, both in host memory, have the rate of a link.
 
-`python -m benchmarks.common.slow_copies RATE PARENT serve ...` is `prefixd serve ...` that ends with process PARENT and
-copies RATE bytes a second. Waiting takes no processor, as a copy by a GPU takes none.
+`python -m benchmarks.stand_ins.slow_copies RATE PARENT serve ...` is `prefixd serve ...` that ends with process PARENT
+and copies RATE bytes a second. Waiting takes no processor, as a copy by a GPU takes none.
 """
 
 from __future__ import annotations

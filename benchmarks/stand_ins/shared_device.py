@@ -1,9 +1,9 @@
 """A device for several daemons on one machine: host memory, of which all of them together have no more than the device.
 
-`python -m benchmarks.common.shared_device FILE PARENT serve ...` is `prefixd serve ...` that ends with process PARENT
-and whose GPU tier is in the memory of the device in FILE. FILE has the device's size and what each process has taken;
-a process locks it to take or give back, so the free bytes are those of one moment, as a GPU's driver gives them. What a
-process had is free when it has ended.
+`python -m benchmarks.stand_ins.shared_device FILE PARENT serve ...` is `prefixd serve ...` that ends with process
+PARENT and whose GPU tier is in the memory of the device in FILE. FILE has the device's size and what each process has
+taken; a process locks it to take or give back, so the free bytes are those of one moment, as a GPU's driver gives them.
+What a process had is free when it has ended.
 
 It stands for a GPU that two daemons share, where there is none: a machine's own free memory changes with all that runs
 on it. Only the tier's memory counts: no weights, and not the CPU tier.
@@ -114,13 +114,13 @@ class SharingDaemon(DaemonProcess):
     """
 
     def __init__(self, settings: dict[str, object], device: Path) -> None:
-        super().__init__(settings, program=("-m", "benchmarks.common.shared_device", str(device)))
+        super().__init__(settings, program=("-m", "benchmarks.stand_ins.shared_device", str(device)))
 
 
 def main() -> None:
     """Runs the daemon."""
     if len(sys.argv) < 3:
-        sys.exit("usage: python -m benchmarks.common.shared_device FILE PARENT serve ...")
+        sys.exit("usage: python -m benchmarks.stand_ins.shared_device FILE PARENT serve ...")
     device = SharedDevice(Path(sys.argv.pop(1)))
 
     def create_memory(_: str, chunk_bytes: int | None = None) -> DeviceMemory:

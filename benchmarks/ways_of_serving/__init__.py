@@ -1,0 +1,1 @@
+"""The ways of serving that benchmarks compare: their daemons, progress and figures."""

@@ -23,13 +23,12 @@ TESTS = HERE.parent
 SUITES = {
     "memory and copies": (
         [
-            *HERE.glob("test_vmem_*.py"),
-            *HERE.glob("test_vtensor_*.py"),
-            HERE / "test_frames.py",
-            HERE / "test_mapping_ahead.py",
+            HERE / "vmem",
+            *(
+                HERE / f"vtensor/test_{name}.py"
+                for name in ("failures", "manager", "mapping_ahead", "model", "own_memory", "vattention")
+            ),
             HERE / "copies",
-            HERE / "vtensor/test_own_memory.py",
-            HERE / "vtensor/test_vattention.py",
             TESTS / "integrations/engine/test_block_transfers_on_cuda.py",
         ],
         285,

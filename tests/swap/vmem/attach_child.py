@@ -1,4 +1,4 @@
-"""The other process of test_vmem_transfer.py: attaches a memory, checks what it reads, and writes an answer.
+"""The other process of test_transfer.py: attaches a memory, checks what it reads, and writes an answer.
 
 Arguments: the number of an inherited socket, the description of the memory, how many descriptors follow, and
 "resize" for a memory whose chunks come and go.

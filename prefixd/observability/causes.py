@@ -197,6 +197,7 @@ def _eviction(removal: Removal, there: str, arrival_s: float) -> tuple[Cause, st
         Reason.ROOM: f"they were evicted from the {tier} tier{whom}, which needed room{by}",
         Reason.QUOTA: f"they were evicted from the {tier} tier because tenant {cause.tenant} was at its most{by}",
         Reason.NAMESPACES: "their namespace was forgotten, as the memory of namespaces was full",
+        Reason.RESIZE: f"they left the {tier} tier as the GPU tier shrank{by}",
         Reason.PREEMPTION: "a preempted request gave their memory away",
         Reason.SHARED: "the shared store does not have them any more",
     }

@@ -89,6 +89,7 @@ class Removal:
 
 
 _FOR_ROOM = (Reason.ROOM, Reason.QUOTA)
+_NEEDS_ROOM = (*_FOR_ROOM, Reason.RESIZE)
 _UNKNOWN = Cause()
 _CAUSE: ContextVar[Cause] = ContextVar("cause", default=_UNKNOWN)
 _ACTOR: ContextVar[str] = ContextVar("actor", default="")
@@ -98,9 +99,9 @@ _ACTOR: ContextVar[str] = ContextVar("actor", default="")
 def because(reason: Reason, tenant: str = "") -> Iterator[None]:
     """A context in which blocks leave for this reason; tasks that begin inside have it too.
 
-    Room that is made a tier further down, so that blocks can leave this one, is made for the same tenant.
+    Room that is made a tier further down, so that blocks can leave this one, is made for the same reason and tenant.
     """
-    if reason in _FOR_ROOM and _CAUSE.get().reason in _FOR_ROOM:
+    if reason in _FOR_ROOM and _CAUSE.get().reason in _NEEDS_ROOM:
         yield
         return
     before = _CAUSE.set(Cause(reason, tenant, _ACTOR.get()))

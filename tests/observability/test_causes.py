@@ -62,7 +62,7 @@ def test_a_prompt_that_was_never_seen() -> None:
         (evicted(Reason.ROOM, "b", "r9"), Cause.EVICTED, "for tenant b, which needed room, by r9 12.0 s before"),
         (evicted(Reason.QUOTA, "a"), Cause.EVICTED, "because tenant a was at its most"),
         (evicted(Reason.NAMESPACES), Cause.EVICTED, "their namespace was forgotten"),
-        (evicted(Reason.RESIZE), Cause.EVICTED, "they left the cpu tier"),
+        (evicted(Reason.RESIZE), Cause.EVICTED, "they left the cpu tier as the GPU tier shrank 12.0 s before"),
         (evicted(Reason.OPERATOR), Cause.OPERATOR, "an operator evicted them 12.0 s before"),
         (evicted(Reason.DAMAGED), Cause.DAMAGED, "found damaged in the cpu tier"),
         (

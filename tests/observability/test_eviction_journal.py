@@ -57,9 +57,12 @@ async def test_room_further_down_is_for_the_same_tenant() -> None:
         journal.enter(keys(1), 1, 10.0)
     with because(Reason.ROOM, "b"), because(Reason.DAMAGED):
         journal.enter(keys(2), 2, 10.0)
-    first, second = await journal.find(keys(1, 2), 100.0)
+    with because(Reason.RESIZE), because(Reason.ROOM, "a"):
+        journal.enter(keys(3), 1, 10.0)
+    first, second, third = await journal.find(keys(1, 2, 3), 100.0)
     assert first is not None and first.cause == Cause(Reason.ROOM, "b")
     assert second is not None and second.cause == Cause(Reason.DAMAGED)
+    assert third is not None and third.cause == Cause(Reason.RESIZE), "a tier shrinks for nobody"
 
 
 async def test_a_task_has_the_cause_of_where_it_began() -> None:

@@ -42,6 +42,7 @@ from prefixd.base.tenancy.tenants import check_guarantees
 from prefixd.cache import TieredCache
 from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.placement.movement import Movement
+from prefixd.observability.eviction_journal import Reason, acting, because
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.frame_budget import name_holders
 from prefixd.serving.models.worker_process import WorkerProcess
@@ -409,7 +410,8 @@ class TierResize:
                 return []
             return [FrameId(frame) for frame in slots.ravel().tolist()]
 
-        taking = self._cache.mover.spawn(take())
+        with acting("elastic tier" if change.by_itself else "tier resize"), because(Reason.RESIZE):
+            taking = self._cache.mover.spawn(take())
         while not taking.done():
             await asyncio.wait({taking}, timeout=_RETRY_S)
             if not taking.done() and (self._clock() > change.deadline_s or not self._may_continue(change)):

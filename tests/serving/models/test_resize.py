@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError, UnavailableError
 from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
+from prefixd.cache.index.trie import TIERS
+from prefixd.observability.eviction_journal import Cause, Reason
 from prefixd.serving.dispatch import worker_results
 from prefixd.serving.models import tier_resize
 from prefixd.serving.models.tier_resize import ResizeProgress, TierResize
@@ -83,6 +86,19 @@ async def test_cached_blocks_go_down_and_held_ones_stay(resizing: Any) -> None:
     run = await bench.running(again)
     assert run.start.cached_blocks == 5, "found a tier below"
     await bench.finish(again)
+
+
+async def test_the_journal_says_that_blocks_left_as_the_tier_shrank(resizing: Any) -> None:
+    bench, _, resize = await resizing(16, cpu_slots=1)
+    await bench.finish(bench.submit(range(48)))
+    trie = bench.cache.trie(bench.namespace)
+    before = {trie.key(row).hex() for row in np.flatnonzero(trie.nearest[: trie.rows] < TIERS)}
+    await to(resize, 7)
+    gone = before - {trie.key(row).hex() for row in np.flatnonzero(trie.nearest[: trie.rows] < TIERS)}
+    assert gone
+    keys = np.frombuffer(bytes.fromhex("".join(gone)), np.uint8).reshape(-1, 16)
+    removals = await bench.cache.placement.evictions.find(keys, 100.0)
+    assert {each and each.cause for each in removals} == {Cause(Reason.RESIZE, by="tier resize")}
 
 
 async def test_a_request_that_runs_keeps_what_it_may_need(resizing: Any) -> None:

@@ -36,6 +36,7 @@ from prefixd.server.figures.ghost_figures import GhostFigures
 from prefixd.server.figures.history import Counters, History
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
+from prefixd.server.figures.wear_file import WearFile
 from prefixd.server.health_status import SERVICES, HealthStatus
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.prefixes.prompt_lookup import PromptLookup
@@ -303,14 +304,18 @@ class Daemon:
         self._tasks.start_figures(history.run(), "history")
         wear = None
         if cache.tiers.durable is not None:
-            disk = self.settings.disk
+            disk, folder, writes = self.settings.disk, self.settings.disk_path, cache.mover.disk.writes
+            wear_file = WearFile(folder, disk.wear_start_bytes, lambda: writes.written_bytes)
+            stack.callback(wear_file.save)
+            self._tasks.start_figures(wear_file.run(), "disk wear")
             wear = DiskWear(
-                self.settings.disk_path,
-                lambda: cache.mover.disk.writes.written_bytes,
+                folder,
+                lambda: writes.written_bytes,
                 history,
                 lambda: elapsed_s() - started_s,
                 disk.endurance_bytes,
                 disk.wear_start_bytes,
+                wear_file.before_bytes,
             )
         snapshot = Snapshot(
             *(cache, draining, elapsed_s, started_s, hosts, figures, self._events, elastic, history, wear)

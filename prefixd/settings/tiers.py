@@ -163,8 +163,8 @@ class DiskSettings(Section):
     """Bytes that the drive stands in its life, as its data sheet says (TBW), for example 1.2PB. Metrics and `prefixd
     stats` then show which part is used up, and how long the rest lasts."""
     wear_start_bytes: Bytes = 0
-    """With `endurance_bytes`: bytes that had been written to the drive when the daemon starts, for example 120TB; of an
-    NVMe drive `smartctl` shows them as Data Units Written."""
+    """With `endurance_bytes`: bytes that had been written to the drive when this is set, for example 120TB; of an NVMe
+    drive `smartctl` shows them as Data Units Written. What daemons write from then on is remembered over restarts."""
     write_queue_bytes: Bytes | None = None
     """The most bytes of blocks that wait in memory to be written to disk; above it, Reserve waits for the disk. Tenants
     share it. By default half of cpu.bytes."""

@@ -74,6 +74,18 @@ def test_what_was_cached_is_there_after_a_restart(start: Callable[..., Remote], 
     again.settled()
 
 
+def test_the_wear_of_the_drive_adds_up_over_restarts(start: Callable[..., Remote]) -> None:
+    settings = {**SIDECAR, "disk.endurance_bytes": "1MB", "disk.wear_start_bytes": "500KB"}
+    remote = start(settings)
+    store(remote)
+    remote.daemon.stop()  # it writes what memory alone has
+    used = (500_000 + len(BYTES)) / 1_000_000
+    again = start(settings)
+    assert again.stats().disk_wear.used_ratio == used
+    store(again, "more", durable=True)
+    assert again.stats().disk_wear.used_ratio == used + len(BYTES) / 1_000_000
+
+
 def test_what_survives_a_crash(start: Callable[..., Remote]) -> None:
     """What was durable or flushed is there, and nothing that was evicted or never written."""
     remote = start({**SIDECAR, "cache.write_back": "false"})

@@ -22,7 +22,8 @@ class DiskWear:
         history: knows what was written lately.
         uptime_s: returns the seconds since the start.
         endurance_bytes: bytes that the drive stands in its life; None: unknown.
-        start_bytes: bytes that had been written to it before the start.
+        start_bytes: bytes that had been written to it before prefixd's were counted.
+        before_bytes: bytes of blocks that daemons before this one have written since then.
     """
 
     path: Path
@@ -31,6 +32,7 @@ class DiskWear:
     uptime_s: Callable[[], float]
     endurance_bytes: int | None = None
     start_bytes: int = 0
+    before_bytes: int = 0
 
     def figures(self) -> pb.DiskWear:
         """Returns the figures now."""
@@ -42,7 +44,7 @@ class DiskWear:
             mean_bytes_per_s=written / uptime_s if uptime_s > 0 else 0.0,
         )
         if self.endurance_bytes is not None:
-            used = self.start_bytes + written
+            used = self.start_bytes + self.before_bytes + written
             found.endurance_bytes, found.used_ratio = self.endurance_bytes, used / self.endurance_bytes
             if recent > 0:
                 found.left_s = max(self.endurance_bytes - used, 0) / recent

@@ -33,7 +33,7 @@ class HttpListener:
     - It is cancelled when its client disconnects, or when the daemon ends and `close`'s time is over.
     - Reading the body raises Starlette's HTTPException 413, 408 or 503 for one that is too large or too slow, or if all
       requests together have too many bytes; the app's exception handlers turn it into an answer. The bytes count until
-      the handler has returned and the answer is sent, so drop what you do not need.
+      the handler has returned and the answer is sent, or calls `request.state.free_body()` since it needs them no more.
     - `send` waits while the client does not read. One that does not read for `send_s` seconds is cut off.
     - `request.state.certificate_names` has the names in the client's certificate, where it sent one that the port's
       `tls` verified; else it is empty. `HttpCallers` turns it into a caller.

@@ -20,6 +20,7 @@ from prefixd.server.http.browser_guard import BrowserGuard
 from prefixd.server.http.http_callers import HttpCallers
 from prefixd.server.http.http_connection import HttpLimits
 from prefixd.server.http.http_listener import HttpListener
+from prefixd.server.http.openai.openai_routes import BODIES, MOST_BODY
 from prefixd.server.http.operator_routes import OperatorRoutes
 from prefixd.server.rpc.call_limits import Refusals
 from prefixd.server.rpc.sockets.tls import tls_context
@@ -43,7 +44,7 @@ def users_limits(generations: int) -> HttpLimits:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = generations + _BESIDE_GENERATIONS
     connections = most if descriptors == resource.RLIM_INFINITY else min(most, descriptors // 2)
-    return HttpLimits(connections=connections, send_s=30.0, body_bytes=32 << 20, bodies_bytes=256 << 20)
+    return HttpLimits(connections=connections, send_s=30.0, body_bytes=MOST_BODY, bodies_bytes=BODIES)
 
 
 class HttpPorts:

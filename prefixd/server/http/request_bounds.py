@@ -35,6 +35,7 @@ class RequestBounds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         body = _Body(self, self._limits, _length(scope), receive)
+        scope["state"] = {**scope.get("state", {}), "free_body": body.free}
         try:
             await self._app(scope, body.receive, partial(_send_in_pieces, send))
         except asyncio.CancelledError:
@@ -45,7 +46,7 @@ class RequestBounds:
             # An answer 500 was sent, or will be; an answer that was begun is cut off.
             log.exception("%s %s failed with an unexpected error", scope["method"], scope["path"][:_PATH_CHARACTERS])
         finally:
-            self.held_bytes -= body.nbytes
+            body.free()
 
 
 class _Body:
@@ -79,6 +80,11 @@ class _Body:
         self._check(self.nbytes)
         self._complete = not message.get("more_body", False)
         return message
+
+    def free(self) -> None:
+        """The handler does not need what has arrived any more."""
+        self._bounds.held_bytes -= self.nbytes
+        self.nbytes = 0
 
     def _check(self, nbytes: int) -> None:
         limits = self._limits

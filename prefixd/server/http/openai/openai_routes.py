@@ -10,7 +10,8 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from starlette.routing import Route
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PermissionDeniedError
 from prefixd.base.long_work.steps import in_thread
+from prefixd.base.tenancy.fairness import SharedBytes
 from prefixd.base.tenancy.tenants import Role
 from prefixd.observability.trace_context import check_client_id, parse_traceparent
 from prefixd.server.access.identities import Caller, UnknownCallerError
@@ -38,11 +40,24 @@ from prefixd.serving.generation import Accepted, GenerateParams, Generation
 
 MOST_BODY = 16 << 20
 """Bytes of a request, as of a message over gRPC."""
+BODIES = 256 << 20
+"""Bytes of the bodies that arrive or are read, of all tenants; `Generation` counts what is kept then."""
 _READ_HERE = 32 << 10  # bytes that are read on the event loop, in less than a millisecond
 _GENERATE = "/prefixd.v1.Inference/Generate"
 _LIST = "/v1/models"
 
 _Body = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a body asks for. The body itself, of which the fields are views, is not kept while the prompts run."""
+
+    prompts: list[GenerateParams]
+    request_id: str
+    stream: bool
+    usage: bool
+    running_usage: bool
 
 
 class Callers(Protocol):
@@ -74,6 +89,7 @@ class OpenAIRoutes:
         self._generation = generation
         self._callers = callers
         self._limits = limits
+        self._bodies = SharedBytes(BODIES, "body", "the daemon", lambda: limits.tenants.calling)
         self._since = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -159,40 +175,63 @@ class OpenAIRoutes:
     async def _answer(
         self, request: Request, call: Call, kind: type[_Body], shape: Callable[[LogprobLists], Shape]
     ) -> Response:
-        body = await _receive_body(request, call)
-        if len(body) <= _READ_HERE:
-            fields, prompts = _read(body, kind)
-        else:
-            fields, prompts = await in_thread(functools.partial(_read, body, kind))
-        del body
-        client_id = _client_id(request) or check_client_id(fields.request_id or "")
-        prompts = _with_call(prompts, request, call, client_id, kept=not fields.stream)
-        logprobs = prompts[0].sampling.logprobs is not None
-        tokens = await self._generation.token_bytes(prompts[0].model) if logprobs else None
-        model = prompts[0].model or next(iter(self._generation.model_lengths()), "")
-        options = fields.stream_options
+        asked = await self._receive(request, call, kind)
+        client_id = _client_id(request) or check_client_id(asked.request_id)
+        prompts = _with_call(asked.prompts, request, call, client_id, kept=not asked.stream)
+        asked.prompts.clear()
+        named, logprobs = prompts[0].model, prompts[0].sampling.logprobs is not None
         events = run_prompts(self._generation, prompts)
         del prompts
         try:
             accepted = await anext(events)
             assert isinstance(accepted, Accepted), "the first event"
+            tokens = await self._generation.token_bytes(named) if logprobs else None
         except BaseException:
             await events.aclose()
             raise
         answer = Answer(
             shape(LogprobLists(tokens)),
             client_id or accepted.request_id,
-            model,
+            named or next(iter(self._generation.model_lengths()), ""),
             int(time.time()),
             events,
             accepted.prompt_tokens,
-            usage=options is not None and bool(options.include_usage),
-            running_usage=options is not None and bool(options.continuous_usage_stats),
+            usage=asked.usage,
+            running_usage=asked.running_usage,
         )
         headers = {"X-Request-Id": answer.request_id, "prefixd-request-id": accepted.request_id}
-        if fields.stream:
+        if asked.stream:
             return EventStream(answer.pieces(), headers)
         return Response(await answer.whole(), headers=headers, media_type="application/json")
+
+    async def _receive(self, request: Request, call: Call, kind: type[_Body]) -> _Asked:
+        """What a request asks for. Its body is received when its turn has come.
+
+        Raises HTTPException, ExhaustedError and InvalidArgumentError.
+        """
+        assert call.caller is not None
+        given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if given != "application/json":  # a page in a user's browser can send any other type to a port of its host
+            raise HTTPException(415, f"the Content-Type is {given[:100] or 'missing'}; send application/json")
+        announced = request.headers.get("content-length", "")
+        nbytes = min(int(announced), MOST_BODY) if announced.isdigit() else MOST_BODY
+        pieces: list[bytes] = []
+        with ExitStack() as held:
+            async with call.first() as line:
+                held.enter_context(self._bodies.held(call.caller.tenant, nbytes))
+                async for piece in request.stream():
+                    pieces.append(piece)
+                    call.message_bytes += len(piece)
+                if line is not None:
+                    await line.turn()  # one tenant's large messages are read one after the other
+            body = b"".join(pieces)
+            del pieces
+            if len(body) <= _READ_HERE:
+                asked = _read(body, kind)
+            else:
+                asked = await in_thread(functools.partial(_read, body, kind))
+        request.state.free_body()
+        return asked
 
 
 def _with_call(
@@ -214,32 +253,18 @@ def _with_call(
     ]
 
 
-async def _receive_body(request: Request, call: Call) -> bytes:
-    """The body, received when its turn has come. Raises HTTPException and ExhaustedError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a page in a user's browser can send any other type to a port of the user's host
-        raise HTTPException(415, f"the Content-Type is {kind[:100] or 'missing'}; send application/json")
-    too_large = HTTPException(413, f"the request has more than {MOST_BODY} bytes; send less")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > MOST_BODY:
-        raise too_large
-    pieces: list[bytes] = []
-    async with call.first() as line:
-        async for piece in request.stream():
-            pieces.append(piece)
-            call.message_bytes += len(piece)
-            if call.message_bytes > MOST_BODY:
-                raise too_large
-        if line is not None:
-            await line.turn()  # one tenant's large messages are read one after the other
-        return b"".join(pieces)
-
-
-def _read(body: bytes, kind: type[_Body]) -> tuple[_Body, list[GenerateParams]]:
-    """The fields of a request, and its prompts. Raises InvalidArgumentError."""
+def _read(body: bytes, kind: type[_Body]) -> _Asked:
+    """What a body asks for. Raises InvalidArgumentError."""
     try:
         fields = msgspec.json.decode(body, type=kind)
-        return fields, fields.params()
+        options = fields.stream_options
+        return _Asked(
+            fields.params(),
+            fields.request_id or "",
+            stream=bool(fields.stream),
+            usage=options is not None and bool(options.include_usage),
+            running_usage=options is not None and bool(options.continuous_usage_stats),
+        )
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         param = path.strip("`").partition(".")[0].partition("[")[0]

@@ -19,7 +19,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
 from prefixd.server.access.identities import Caller, UnknownCallerError
+from prefixd.server.http.http_ports import users_limits
 from prefixd.server.http.openai import OpenAIRoutes
+from prefixd.server.http.request_bounds import RequestBounds
 from prefixd.server.rpc.call_limits import CallLimits
 from prefixd.serving.generation import Generation
 from prefixd.serving.kv_shape import KvShape
@@ -95,7 +97,8 @@ class FakeDispatcher:
 
 
 class FakeCallers:
-    """Knows the tokens `client`, `metrics` and `admin`; without a token a caller is a client."""
+    """Knows the tokens `client`, `metrics` and `admin`; without a token a caller is a client. The header `tenant` names
+    another tenant than the default one."""
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
@@ -106,7 +109,9 @@ class FakeCallers:
         token = request.headers.get("authorization", "Bearer client").removeprefix("Bearer ")
         if token not in tuple(Role):
             raise UnknownCallerError("the token is not known here")
-        return Caller(self._cache.tenants.default, Role(token), token, "http")
+        tenants = self._cache.tenants
+        tenant = tenants.known(request.headers["tenant"]) if "tenant" in request.headers else tenants.default
+        return Caller(tenant, Role(token), token, "http")
 
     def let_in(self, caller: Caller) -> None:
         self.known.append(caller.name)
@@ -126,7 +131,7 @@ class Front:
     generation: Generation
     callers: FakeCallers
     draining: asyncio.Event
-    app: Starlette
+    app: RequestBounds
     http: httpx.AsyncClient
     client: AsyncOpenAI
 
@@ -182,7 +187,7 @@ async def make_front(cache: TieredCache) -> AsyncIterator[Callable[..., Front]]:
         models: Any = {"model": SimpleNamespace(dispatcher=dispatcher, model=model, context_tokens=CONTEXT)}
         generation, callers = Generation(cache, models, draining, lambda: 5.0), FakeCallers(cache)
         routes = OpenAIRoutes(generation, callers, CallLimits(cache.tenants, 100)).routes()
-        app = Starlette(routes=routes)
+        app = RequestBounds(Starlette(routes=routes), users_limits(100))
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://prefixd", headers=JSON)
         client = AsyncOpenAI(api_key="client", base_url="http://prefixd/v1", http_client=http, max_retries=0)
         return Front(dispatcher, generation, callers, draining, app, http, client)

@@ -8,16 +8,17 @@ import json
 import math
 import random
 import tracemalloc
-from collections.abc import Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
 
 from prefixd.base.errors import InvalidArgumentError, UnavailableError
 from prefixd.cache import TieredCache
-from prefixd.server.http.openai import answers
+from prefixd.server.http.openai import answers, openai_routes
 from prefixd.server.http.openai.chat_request import ChatRequest
 from prefixd.server.http.openai.completion_request import CompletionRequest
 from prefixd.server.http.openai.openai_routes import _read
@@ -310,7 +311,7 @@ async def test_what_is_no_request_is_refused(front: Front) -> None:
         answer = await front.http.post("/v1/completions", content=content)
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", content
     answer = await front.http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (16 << 20) + b'"}')
-    assert answer.status_code == 413 and "more than 16777216 bytes" in answer.json()["error"]["message"]
+    assert answer.status_code == 413 and "may have 16777216 bytes; send less" in answer.json()["error"]["message"]
     assert (await front.http.get("/v1/embeddings")).json()["error"]["message"].startswith("there is no GET /v1/embed")
 
 
@@ -423,6 +424,47 @@ async def test_more_calls_than_a_tenant_may_have_are_refused(front: Front, cache
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
     assert not cache.tenants.default.refused["unread_tokens"]
+
+
+async def test_a_body_is_not_kept_while_its_prompts_run(front: Front) -> None:
+    front.dispatcher.answer = None
+    tracemalloc.start()
+    try:
+        body = b'{"prompt": "x"%b}' % (b" " * (1 << 20))
+        asked = asyncio.create_task(front.http.post("/v1/completions", content=body))
+        del body
+        await until(lambda: bool(front.dispatcher.submitted))
+        assert front.app.held_bytes == 0, "other requests may come"
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 3 << 20, "the client has its two"
+    front.dispatcher.submitted.pop().events.put_nowait(Ended("stop"))
+    assert (await asked).status_code == 200
+
+
+async def test_no_tenant_takes_the_room_of_anothers_bodies(
+    make_front: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_routes, "BODIES", 48 << 20)
+    front, ends = make_front(), asyncio.Event()
+    assert (await front.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"{"
+        await ends.wait()
+
+    def stall() -> asyncio.Task[httpx.Response]:
+        headers = {"Content-Length": str(16 << 20), "tenant": "hostile"}
+        return asyncio.create_task(front.http.post("/v1/completions", content=slowly(), headers=headers))
+
+    stalled = [stall(), stall()]
+    await until(lambda: front.app.held_bytes == 2)
+    refused = await stall()
+    assert refused.status_code == 429 and "16777216 bytes of body" in refused.json()["error"]["message"]
+    assert (await front.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+    ends.set()
+    assert {(await each).status_code for each in stalled} == {400}
 
 
 async def test_an_answer_that_is_no_stream_counts_as_unread_to_its_end(front: Front) -> None:

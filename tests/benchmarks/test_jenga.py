@@ -62,7 +62,7 @@ def test_two_models_in_one_tier_find_more_than_in_halves_and_memory_goes_to_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(TWO_WAYS, "halves")
-    monkeypatch.delitem(TWO_WAYS, "virtual")  # tests/server/test_two_models.py has it
+    monkeypatch.delitem(TWO_WAYS, "virtual")  # tests/server/generation/test_two_models.py has it
     steps: list[None] = []
     plan = Plan(chats=4, turns=3, user_tokens=100, output_tokens=2, at_once=1, share=0.6)
     halves, shared = runs = measure("two", plan, lambda: steps.append(None))

@@ -41,7 +41,7 @@ SUITES = {
             ),
             TESTS / "worker/memory/test_shared_frames.py",
             TESTS / "cache/test_tiers_on_cuda.py",
-            TESTS / "server/test_generate_on_cuda.py",
+            TESTS / "server/generation/test_generate_on_cuda.py",
         ],
         48,
     ),

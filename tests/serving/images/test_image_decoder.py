@@ -1,6 +1,6 @@
 """Processes that decode images: bounded in time, killed when nobody wants their image, and never waited for by others.
 
-A stand-in spares transformers; `test_images.py` runs the real one.
+A stand-in spares transformers; `tests/server/generation/test_images.py` runs the real one.
 """
 
 from __future__ import annotations

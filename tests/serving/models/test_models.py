@@ -1,6 +1,6 @@
 """Every model that the worker runs, on the daemon's cache: transformers' tokens, wherever the prefix comes from.
 
-In one process; `tests/server/test_hybrid_models.py` runs some of them through a daemon and its worker.
+In one process; `tests/server/generation/test_hybrid_models.py` runs some of them through a daemon and its worker.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class StopStrings(_Flood):
     """Sends 16 stop strings of 256 characters that nearly match at every position."""
 
     name = "stop strings"
-    closed_by = "tests/server/test_stop_strings.py"
+    closed_by = "tests/serving/generation/test_stop_strings.py"
     at_once = 3
 
     async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
@@ -109,7 +109,7 @@ class StopTokens(_Flood):
     """Sends four million stop tokens in a request."""
 
     name = "stop tokens"
-    closed_by = "tests/server/test_bad_input.py"
+    closed_by = "tests/server/services/test_bad_input.py"
     at_once = 4
 
     async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
@@ -181,7 +181,7 @@ class HeldBackText(Scenario):
     end."""
 
     name = "text held back"
-    closed_by = "tests/server/test_stop_strings.py"
+    closed_by = "tests/serving/generation/test_stop_strings.py"
 
     async def attack(self, mallory: Mallory) -> None:
         """Forces half a character, and asks with a stop string that begins with the answer's last character."""

@@ -29,7 +29,7 @@ _PROMPT = 4040  # the number of the prompt that Mallory claims
 class _WithRouters(Scenario):
     """The daemon announces its blocks to routers at a TCP port of loopback."""
 
-    closed_by = "tests/server/test_kv_announcer.py"
+    closed_by = "tests/server/kv_events/test_kv_announcer.py"
     endpoint: ClassVar[str] = ""
     """The endpoint of the daemon that runs; these scenarios share the daemon."""
 

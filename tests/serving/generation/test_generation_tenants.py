@@ -20,7 +20,7 @@ from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.serving.text.tokenization import TextCodec
 from prefixd.worker_protocol.protocol import BeamResult
 from prefixd_scheduler import RequestQueue, create_policy
-from tests.server.test_generation import Desk, byte_ids, desk, ids, logprobs, shown, spelled
+from tests.serving.generation.test_generation import Desk, byte_ids, desk, ids, logprobs, shown, spelled
 from tests.waiting import until
 
 __all__ = ["desk"]

@@ -1,7 +1,7 @@
 """Every model that reads images, on the daemon's cache: transformers' tokens, wherever the prefix comes from.
 
-In one process; `tests/server/test_images.py` runs them through a daemon and its worker. What Llama 3.2 Vision keeps of
-images is in `test_image_kv.py`.
+In one process; `tests/server/generation/test_images.py` runs them through a daemon and its worker. What Llama 3.2
+Vision keeps of images is in `test_image_kv.py`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ _QUEUED_REQUESTS = 4096
 _MOST_HASHES = 1 << 16  # in a message: half a MiB
 _BLOCK_BYTES = 4 * HASH_TOKENS
 _HASHED_US = 3  # microseconds to hash a block
+_REQUEST_US = 4  # to add a request to a message
 
 
 @dataclass(slots=True)
@@ -109,6 +110,7 @@ class TraceRecording:
                         hashes=hashed,
                     )
                 )
+                await pacer.worked(_REQUEST_US)
             yield message
             if not left:
                 return

@@ -5,7 +5,6 @@ from __future__ import annotations
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.base.long_work.pacer import Pacer
 from prefixd.cache import BlockChain, Namespace, Session, TieredCache
-from prefixd.cache.cache import MAX_BLOCKS
 from prefixd.cache.prompt_listeners import Lookup
 from prefixd.cache.sessions.claims import ClaimedByOther
 from prefixd.server.services.load_estimates import LoadEstimates
@@ -48,10 +47,9 @@ class MatchAnswers:
         if len(request.prompts) > PROMPTS:
             raise InvalidArgumentError(f"prompts has {len(request.prompts)} prompts; send {PROMPTS} at most in a call")
         nbytes = sum(len(prompt.token_ids) for prompt in request.prompts)
-        if nbytes > _PROMPTS_BYTES or nbytes > 4 * MAX_BLOCKS * namespace.spec.block_tokens:
+        if nbytes > _PROMPTS_BYTES:  # a million blocks at most
             raise InvalidArgumentError(
-                f"prompts has {nbytes} bytes of token ids; send {_PROMPTS_BYTES} bytes and {MAX_BLOCKS} blocks at most "
-                "in a call"
+                f"prompts has {nbytes} bytes of token ids; send {_PROMPTS_BYTES} bytes at most in a call"
             )
         chains = [cache.chain(namespace, prompt.token_ids) for prompt in request.prompts]
         prefill, pacer = request.prefill if request.HasField("prefill") else None, Pacer()

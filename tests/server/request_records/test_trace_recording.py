@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -69,3 +70,22 @@ async def test_what_is_not_read_is_dropped_and_counted(rig: Rig) -> None:
     with pytest.raises(InvalidArgumentError, match="duration_s = -1"):
         await anext(recording.record(-1.0))
     assert not rig.cache.prompts.looked_up
+
+
+async def test_others_run_while_many_short_prompts_are_sent(rig: Rig) -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async with aclosing(TraceRecording(rig.cache, 0.0).record(0.0)) as messages:
+        await anext(messages)
+        for _ in range(4000):
+            look_up(rig, [1] * 20)
+        counting = asyncio.create_task(count_turns())
+        assert len((await anext(messages)).requests) == 4000
+        counting.cancel()
+    assert turns > 10

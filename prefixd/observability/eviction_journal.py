@@ -111,14 +111,19 @@ def because(reason: Reason, tenant: str = "") -> Iterator[None]:
         _CAUSE.reset(before)
 
 
-@contextmanager
-def acting(actor: str) -> Iterator[None]:
+class acting:  # noqa: N801: a context, as `contextlib.closing`
     """A context in which a request, or a task of the daemon, acts: it is named where blocks leave because of it."""
-    before = _ACTOR.set(actor)
-    try:
-        yield
-    finally:
-        _ACTOR.reset(before)
+
+    __slots__ = ("_actor", "_before")
+
+    def __init__(self, actor: str) -> None:
+        self._actor = actor
+
+    def __enter__(self) -> None:
+        self._before = _ACTOR.set(self._actor)
+
+    def __exit__(self, *_: object) -> None:
+        _ACTOR.reset(self._before)
 
 
 class EvictionJournal:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Collection
 from itertools import islice
 
@@ -21,6 +20,7 @@ LONGEST_ID = 256
 MOST_OF_AN_ID = 64
 """Records of one id that are found by it: the latest calls of an engine's request. Each tenant has as many: it may
 choose another's ids."""
+_DIGITS = 20  # of a record's number
 
 
 class RequestLog:
@@ -47,10 +47,11 @@ class RequestLog:
         self._clock = clock
         self._unix_clock = unix_clock
         self.kept = kept
-        self._numbers = itertools.count(1)
-        self._records: OrderedDict[int, RequestRecord] = OrderedDict()  # by number, the oldest first
+        self._records = deque[RequestRecord](maxlen=kept)  # in the order of their numbers
+        self._begun = 0  # records since the start; the last one has this number
         self._by_id: dict[str, dict[str, list[int]]] = {}
-        """Id or client's id -> tenant -> numbers, the oldest first."""
+        """Id or client's id -> tenant -> numbers, the oldest first. A record that is named by its number is not in it:
+        most calls of engines are."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -79,7 +80,8 @@ class RequestLog:
             client_id: from the header `prefixd-request-id`.
             trace: from the header `traceparent`.
         """
-        number, now_s = next(self._numbers), self._clock()
+        self._begun += 1
+        number, now_s = self._begun, self._clock()
         arrival_s = now_s if arrival_s is None else arrival_s
         record = RequestRecord(
             id=(id if len(id) <= LONGEST_ID and id.isprintable() else "") or client_id or f"c{number}",
@@ -94,20 +96,21 @@ class RequestLog:
             _on_end=self._end,
         )
         if self.kept:
-            self._records[number] = record
-            self._enter(record.id, tenant, number)
-            if client_id and client_id != record.id:
-                self._enter(client_id, tenant, number)
-            if len(self._records) > self.kept:
-                self._drop_oldest()
+            if len(self._records) == self.kept:
+                self._leave_oldest()
+            self._records.append(record)
+            if id or client_id:
+                self._enter(record.id, tenant, number)
+                if client_id and client_id != record.id:
+                    self._enter(client_id, tenant, number)
         return record
 
     def rename(self, record: RequestRecord, id: str) -> None:
         """Gives a record that has just begun the id that was chosen for the request."""
         if record.id == id:
             return
-        numbers = self._by_id.get(record.id, {}).get(record.tenant, ())
-        number = next((number for number in reversed(numbers) if self._records.get(number) is record), None)
+        numbers = reversed(self._by_tenant(record.id).get(record.tenant, []))
+        number = next((number for number in numbers if self._of_number(number) is record), None)
         if number is not None:
             if record.id != record.client_id:
                 self._leave(record.id, record.tenant, number)
@@ -117,10 +120,11 @@ class RequestLog:
     def find(self, id: str) -> list[RequestRecord]:
         """The latest records with this id, or with this client's id, the oldest first: one of a request of Generate,
         several of an engine's request. `MOST_OF_AN_ID` at most, of which tenants that use the same id have shares."""
-        by_tenant = self._by_id.get(id, {})
+        by_tenant = self._by_tenant(id)
         share = max(1, MOST_OF_AN_ID // max(1, len(by_tenant)))
         latest = sorted(number for numbers in by_tenant.values() for number in numbers[-share:])
-        return [self._records[number] for number in latest[-MOST_OF_AN_ID:]]
+        found = map(self._of_number, latest[-MOST_OF_AN_ID:])
+        return [record for record in found if record is not None]
 
     @property
     def now_s(self) -> float:
@@ -129,8 +133,23 @@ class RequestLog:
 
     def last(self, n: int, *, kinds: Collection[Kind] | None = None) -> list[RequestRecord]:
         """The last `n` records, the latest first. `kinds`: only those of these kinds."""
-        latest = reversed(self._records.values())
+        latest = reversed(self._records)
         return list(islice((record for record in latest if kinds is None or record.kind in kinds), n))
+
+    def _by_tenant(self, id: str) -> dict[str, list[int]]:
+        """Tenant -> numbers of the records with this id, the oldest first."""
+        by_tenant, digits = self._by_id.get(id, {}), id.removeprefix("c")
+        if len(digits) >= _DIGITS or not digits.isdecimal():
+            return by_tenant
+        number = int(digits)
+        record = self._of_number(number)
+        if record is None or record.id != id or number in by_tenant.get(record.tenant, ()):
+            return by_tenant
+        return by_tenant | {record.tenant: sorted((*by_tenant.get(record.tenant, ()), number))}
+
+    def _of_number(self, number: int) -> RequestRecord | None:
+        place = number - (self._begun - len(self._records)) - 1
+        return self._records[place] if 0 <= place < len(self._records) else None
 
     def _end(self, record: RequestRecord) -> None:
         for listener in self.ended:
@@ -155,11 +174,11 @@ class RequestLog:
         if not by_tenant:
             self._by_id.pop(id, None)
 
-    def _drop_oldest(self) -> None:
-        number, record = self._records.popitem(last=False)
-        self._leave(record.id, record.tenant, number)
-        if record.client_id:
-            self._leave(record.client_id, record.tenant, number)
+    def _leave_oldest(self) -> None:
+        record, number = self._records[0], self._begun - len(self._records)
+        for id in (record.id, record.client_id):
+            if id in self._by_id:
+                self._leave(id, record.tenant, number)
 
 
 def end_with_error(record: RequestRecord, error: BaseException, now_s: float) -> None:

@@ -6,7 +6,7 @@ block. It is read when the request has ended (`RequestLog.ended`: metrics, spans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,6 +24,7 @@ UNKNOWN_MODEL = "(unknown)"
 
 Value: TypeAlias = str | int | float | bool
 """Of an attribute."""
+_NOTHING_FOUND = (0,) * len(Tier)
 
 
 class Kind(StrEnum):
@@ -193,8 +194,8 @@ class RequestRecord:
     sequences: int = 1
     prompt_tokens: int = 0
     output_tokens: int = 0
-    found_tokens: list[int] = field(default_factory=lambda: [0] * len(Tier))
-    hit_tokens: list[int] | None = None
+    found_tokens: Sequence[int] = _NOTHING_FOUND
+    hit_tokens: Sequence[int] | None = None
     blocks: int = 0
     handed_over_s: float | None = None
     first_token_s: float | None = None
@@ -209,9 +210,9 @@ class RequestRecord:
     missing: MissingBlocks | None = None
     degraded: tuple[str, ...] = ()
     uncached: bool = False
-    decisions: list[LoadDecision] = field(default_factory=list)
+    decisions: tuple[LoadDecision, ...] = ()
     preempted: int = 0
-    preempted_for: list[str] = field(default_factory=list)
+    preempted_for: tuple[str, ...] = ()
     restarts: int = 0
     _waits_for: Wait | None = None
     _waits_since_s: float = 0.0
@@ -260,13 +261,11 @@ class RequestRecord:
     def note_preempted_for(self, whom: str) -> None:
         """Notes for whom it gives its memory up."""
         if len(self.preempted_for) < MOST_NOTES:
-            self.preempted_for.append(whom)
+            self.preempted_for += (whom,)
 
     def note_decision(self, decision: LoadDecision) -> None:
         """Adds a decision; beyond `MOST_NOTES` the oldest is forgotten."""
-        self.decisions.append(decision)
-        if len(self.decisions) > MOST_NOTES:
-            del self.decisions[0]
+        self.decisions = (*self.decisions, decision)[-MOST_NOTES:]
 
     def wait_for(self, reason: Wait | None, now_s: float) -> None:
         """From now on the request waits for this; None: for nothing, since it runs."""

@@ -18,7 +18,7 @@ from prefixd.observability.request_record import Kind, LoadDecision, RequestReco
 def computed(found: int = 0, used: int | None = None, *, missing: int = 10, **given: Any) -> RequestRecord:
     """A request of 160 tokens, in blocks of 16, that came at 100 s: it computed its prompt for 0.9 s of 1 s."""
     record = RequestRecord(id="r1", arrival_s=100.0, prompt_tokens=160)
-    record.found_tokens[Tier.DISK] = 16 * found
+    record.found_tokens = [0, 0, 16 * found, 0]
     record.hit_tokens = [0, 0, 16 * (found if used is None else used), 0]
     if missing:
         record.missing = MissingBlocks(b"", 16, found, found + missing, b"", b"", b"")

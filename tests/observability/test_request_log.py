@@ -62,6 +62,20 @@ def test_another_tenants_calls_with_the_same_id_push_no_record_out() -> None:
     assert len(log.find("job")) == MOST_OF_AN_ID
 
 
+def test_a_record_is_found_by_its_number_beside_callers_with_that_id() -> None:
+    log = make(kept=3)
+    nameless = log.begin(Kind.LOOKUP, "Acquire")
+    assert nameless.id == "c1"
+    theirs = log.begin(Kind.LOOKUP, "Acquire", client_id="c1")
+    assert log.find("c1") == [nameless, theirs]
+    assert log.find("c01") == log.find("c2") == log.find("c9") == log.find("c") == log.find("c" + "1" * 5000) == []
+    log.rename(nameless, "named")
+    assert (log.find("c1"), log.find("named")) == ([theirs], [nameless])
+    others = [log.begin(Kind.STORE, "Put") for _ in range(3)]
+    assert log.find("c1") == log.find("named") == []
+    assert [log.find(f"c{number}") for number in (3, 4, 5)] == [[other] for other in others]
+
+
 def test_a_long_or_unprintable_id_is_replaced() -> None:
     log = make()
     assert log.begin(Kind.GENERATE, "Generate", id="x" * 300).id == "c1"

@@ -11,7 +11,6 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from prefixd.base.tiers import Tier
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec, within_trace
 from prefixd.observability.request_log import RequestLog
@@ -69,7 +68,7 @@ class Requests:
 
     def generate(self, trace: TraceContext | None = None, outcome: str = "stop") -> None:
         record = self.log.begin(Kind.GENERATE, "Generate", id="r1", tenant="team-a", model="m", trace=trace)
-        record.prompt_tokens, record.output_tokens, record.found_tokens[Tier.DISK] = 40, 7, 32
+        record.prompt_tokens, record.output_tokens, record.found_tokens = 40, 7, (0, 0, 32, 0)
         record.note(StageName.QUEUE, NOW_S, NOW_S + 1.0)
         record.note(StageName.LOAD, NOW_S + 0.25, NOW_S + 0.75, tier="disk", blocks=2)
         record.begin(StageName.DECODE, NOW_S + 1.0)

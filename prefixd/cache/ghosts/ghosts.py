@@ -261,7 +261,7 @@ class Ghosts:
                 self._credited_s, self._waited_before_s = now_s, waited_s
             if self._credit_s > 0:
                 return
-            await asyncio.sleep(min(1.0, _SLICE_S - self._credit_s / SHARE))
+            await asyncio.sleep(min(1.0, (_SLICE_S - self._credit_s) / SHARE))  # seldom, as waking costs too
 
     def _adapt(self) -> None:
         """Halves the samples if prompts wait for too long; forgets slowly."""

@@ -28,6 +28,11 @@ BlockTiers = npt.NDArray[np.int8]
 _NOWHERE: BlockTiers = np.empty(0, np.int8)
 
 
+def tokens_by_tier(tiers: BlockTiers, block_tokens: int) -> list[int]:
+    """[tiers]: the tokens of blocks in each tier."""
+    return [blocks * block_tokens for blocks in np.bincount(tiers, minlength=TIERS)[:TIERS].tolist()]
+
+
 @dataclass(slots=True)
 class HitCounters:
     """Prompt tokens asked for, and found, since the start; each prompt counts once.
@@ -47,7 +52,7 @@ class HitCounters:
 
     def find(self, who: tuple[str, str], tiers: BlockTiers, block_tokens: int) -> list[int]:
         """Counts blocks as found in these tiers; returns the tokens by tier."""
-        found = [blocks * block_tokens for blocks in np.bincount(tiers, minlength=TIERS)[:TIERS].tolist()]
+        found = tokens_by_tier(tiers, block_tokens)
         for tier, tokens in enumerate(found):
             self.hit_tokens[tier] += tokens
         self.traffic.find(who, found)

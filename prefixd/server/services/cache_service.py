@@ -187,7 +187,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
             def matched(reader: Reader, tiers: BlockTiers) -> None:
                 watch.begin(reader)
-                lookup.matched(reader, tiers)
+                lookup.matched(reader, tiers, loads=watch.loads)
 
             lease = await cache.acquire(session, namespace, chain, _asked(request, parts, request.ttl_s), matched)
             blocks = 0 if lease is None else len(lease.hold.rows)

@@ -121,6 +121,7 @@ class LoadWatch:
         estimate: the estimate at the beginning.
         blocks: number of blocks to lease.
         cached_blocks: number of cached blocks among those that the call asks for.
+        loads: whether bytes must be brought up.
         complete: True if all blocks were loaded; the caller sets it. Estimates learn only from complete loads.
     """
 
@@ -128,7 +129,7 @@ class LoadWatch:
         self, estimates: LoadEstimates, trie: Trie, first_block: int, tokens: int, prefill: pb.Prefill | None
     ) -> None:
         self.blocks = self.cached_blocks = 0
-        self.complete = False
+        self.loads = self.complete = False
         self._estimates = estimates
         self._trie = trie
         self._first_block = first_block
@@ -147,7 +148,8 @@ class LoadWatch:
         rows = path[self._first_block :]
         self.blocks = len(rows)
         self.estimate = self._estimates.estimate_stretches(stretches, *self._of)
-        if any(stretch.nbytes for stretch in stretches):
+        self.loads = any(stretch.nbytes for stretch in stretches)
+        if self.loads:
             fresh = self._estimates.claims.claim(self._trie, rows)
             self._claimed = rows[fresh]
             if not fresh.all():

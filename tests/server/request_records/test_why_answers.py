@@ -15,6 +15,7 @@ from prefixd.cache.placement.lacked_blocks import note_missing
 from prefixd.observability.eviction_journal import Reason, acting, because
 from prefixd.observability.request_log import RequestLog
 from prefixd.observability.request_record import Kind, RequestRecord, StageName
+from prefixd.server.request_records import why_answers
 from prefixd.server.request_records.why_answers import WhyAnswers
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
@@ -93,17 +94,41 @@ async def test_who_evicted_what_it_lacked(answers: WhyAnswers, log: RequestLog, 
 
 async def test_the_block_at_which_a_load_failed(answers: WhyAnswers, log: RequestLog, cache: TieredCache) -> None:
     key = np.arange(16, dtype=np.uint8)
-    record = computed(log, "one")
-    record.found_tokens = [0, 0, 36, 0]
-    record.note(StageName.LOAD, 990.0, 990.1, tier="disk", outcome="failed", block_key=key.tobytes().hex())
-    record.end("stop", 992.0)
-    (found,) = (await answers.answer(pb.WhyRequest(request_id="one"))).requests
-    assert found.cause == "load_failed"
-    with because(Reason.DAMAGED):
-        cache.placement.evictions.enter(key.reshape(1, 16), 2, 990.05)
-    (found,) = (await answers.answer(pb.WhyRequest(request_id="one"))).requests
-    assert found.cause == "damaged"
+    for name, cause in (("one", "load_failed"), ("two", "damaged")):
+        record = computed(log, name)
+        record.found_tokens = [0, 0, 36, 0]
+        record.note(StageName.LOAD, 990.0, 990.1, tier="disk", outcome="failed", block_key=key.tobytes().hex())
+        record.end("stop", 992.0)
+        (found,) = (await answers.answer(pb.WhyRequest(request_id=name))).requests
+        assert found.cause == cause
+        with because(Reason.DAMAGED):
+            cache.placement.evictions.enter(key.reshape(1, 16), 2, 990.05)
     assert {stage.name: dict(stage.attributes) for stage in found.stages}["load"]["tier"] == "disk"
+
+
+async def test_only_what_runs_is_looked_up_again(
+    answers: WhyAnswers, log: RequestLog, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = cache.register(NamespaceSpec("m", TOKENS, (PartSpec("full", 0, 4096),), tenant="a"))
+    chain = cache.chain(home, np.arange(40, dtype="<u4").tobytes())
+    journal, looked = cache.placement.evictions, list[float]()
+    find = journal.find
+    monkeypatch.setattr(journal, "find", lambda keys, before_s: (looked.append(before_s), find(keys, before_s))[1])
+    record = computed(log, "one")
+    record.missing = note_missing(home, chain, 0, len(chain))
+    for looked_up in (1, 2, 3, 3):
+        if looked_up == 3:
+            record.end("stop", 992.0)
+        (found,) = (await answers.answer(pb.WhyRequest(last=1))).requests
+        assert found.missing.looked_for == 10 and len(looked) == looked_up
+    for number in range(150):
+        computed(log, f"r{number}").end("stop", 992.0)
+    for _ in range(3):
+        assert len((await answers.answer(pb.WhyRequest(last=64))).requests) == 64
+    assert len(answers._found) == 65
+    monkeypatch.setattr(why_answers, "_FOUND_KEPT", 65)
+    await answers.answer(pb.WhyRequest(request_id="r0"))
+    assert len(answers._found) == 65
 
 
 async def test_a_request_that_runs(answers: WhyAnswers, log: RequestLog) -> None:

@@ -82,10 +82,11 @@ class TopApp(App[None]):
         async for answer in self._answers:
             if isinstance(answer, CommandFailed):
                 self._error = answer
-            elif not self._paused:
+            else:
                 self._error = None
-                requests = None if answer.requests is None else [cleaned(each) for each in answer.requests]
-                self._rates.take(Snapshot(cleaned(answer.stats), answer.at_s, requests))
+                if not self._paused:
+                    requests = None if answer.requests is None else [cleaned(each) for each in answer.requests]
+                    self._rates.take(Snapshot(cleaned(answer.stats), answer.at_s, requests))
             self._render_all()
 
     def _render_all(self) -> None:

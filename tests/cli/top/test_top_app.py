@@ -238,6 +238,10 @@ async def test_pause_and_quit(run: Run) -> None:
         screen.answer(stats(9000.0))
         await screen.pilot.pause(0.05)
         assert "up for 2:01:40" in screen.text
+        screen.answer(CommandFailed("it is away"))
+        await screen.shows("no daemon: it is away")
+        screen.answer(stats(9001.0))
+        await until(lambda: "no daemon" not in screen.text and "up for 2:01:40" in screen.text, 5)
         await screen.pilot.press("p")
         screen.answer(stats(9002.0))
         await screen.shows("up for 2:30:02")

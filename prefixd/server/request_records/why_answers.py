@@ -26,8 +26,8 @@ _FOUND_KEPT = 256
 
 
 class WhyAnswers:
-    """Explains requests. Looks into the cache and into the journal of evictions when it is first asked for a request that
-    has ended: `prefixd top` asks for the last ones every 2 s, and each takes some milliseconds.
+    """Explains requests. Looks into the cache and into the journal of evictions only when asked, and for a request that
+    has ended only once: `prefixd top` asks for the last ones every 2 s, and each takes some milliseconds.
 
     Args:
         cache: the cache.

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.long_work.pacer import give_way
+from prefixd.observability.actor import current_actor
 
 KEPT_BLOCKS = 1 << 20
 KEPT_REMOVALS = 1 << 15
@@ -92,7 +93,6 @@ _FOR_ROOM = (Reason.ROOM, Reason.QUOTA)
 _NEEDS_ROOM = (*_FOR_ROOM, Reason.RESIZE)
 _UNKNOWN = Cause()
 _CAUSE: ContextVar[Cause] = ContextVar("cause", default=_UNKNOWN)
-_ACTOR: ContextVar[str] = ContextVar("actor", default="")
 
 
 @contextmanager
@@ -104,26 +104,11 @@ def because(reason: Reason, tenant: str = "") -> Iterator[None]:
     if reason in _FOR_ROOM and _CAUSE.get().reason in _NEEDS_ROOM:
         yield
         return
-    before = _CAUSE.set(Cause(reason, tenant, _ACTOR.get()))
+    before = _CAUSE.set(Cause(reason, tenant, current_actor()))
     try:
         yield
     finally:
         _CAUSE.reset(before)
-
-
-class acting:  # noqa: N801: a context, as `contextlib.closing`
-    """A context in which a request, or a task of the daemon, acts: it is named where blocks leave because of it."""
-
-    __slots__ = ("_actor", "_before")
-
-    def __init__(self, actor: str) -> None:
-        self._actor = actor
-
-    def __enter__(self) -> None:
-        self._before = _ACTOR.set(self._actor)
-
-    def __exit__(self, *_: object) -> None:
-        _ACTOR.reset(self._before)
 
 
 class EvictionJournal:

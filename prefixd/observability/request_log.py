@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from itertools import islice
 
 from prefixd.base.errors import PrefixdError
+from prefixd.observability.actor import failed_in
 from prefixd.observability.request_record import Kind, RequestRecord
 from prefixd.observability.trace_context import TraceContext
 
@@ -156,7 +157,8 @@ class RequestLog:
             try:
                 listener(record)
             except Exception:  # who looks at a request must not hurt it
-                log.exception("request %s has ended, and what was to be noted of it failed", record.id)
+                what = "request %s has ended, and what was to be noted of it failed"
+                log.exception(what, record.id, extra={"request_id": record.id})
 
     def _enter(self, id: str, tenant: str, number: int) -> None:
         numbers = self._by_id.setdefault(id, {}).setdefault(tenant, [])
@@ -189,6 +191,7 @@ def end_with_error(record: RequestRecord, error: BaseException, now_s: float) ->
         record.end("refused" if refused else "failed", now_s, status=error.status, reason=error.without_prompt)
     elif isinstance(error, Exception):
         record.end("failed", now_s, status="INTERNAL", reason=f"{type(error).__name__}: {error}")
+        failed_in(record.id, error)
     else:  # cancelled: the caller hung up
         record.end("cancelled", now_s)
 

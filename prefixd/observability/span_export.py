@@ -120,7 +120,7 @@ class SpanExport:
                 self._make_spans(record)
             except Exception:  # one record must not end the thread, nor take the others' spans along
                 self.counts.dropped_requests += 1
-                log.exception("request %s has no spans", record.id)
+                log.exception("request %s has no spans", record.id, extra={"request_id": record.id})
             else:
                 spans += self._made
             self._made.clear()

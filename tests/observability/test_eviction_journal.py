@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.observability import eviction_journal
-from prefixd.observability.eviction_journal import Cause, EvictionJournal, Reason, acting, because
+from prefixd.observability.actor import acting
+from prefixd.observability.eviction_journal import Cause, EvictionJournal, Reason, because
 
 
 def keys(*numbers: int) -> npt.NDArray[np.uint8]:

@@ -21,7 +21,7 @@ from prefixd.cache.moving.mover import Mover
 from prefixd.cache.moving.victims import Search, find_victims
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.unwritten import UnwrittenBlocks
-from prefixd.observability.eviction_journal import acting
+from prefixd.observability.actor import DaemonTask, acting
 from prefixd_swap import SwapError
 from prefixd_swap.tiers import MemoryTier, Tier, can_move
 from prefixd_swap.transfers import Urgency
@@ -70,7 +70,7 @@ class WriteBack:
     def start(self) -> asyncio.Task[None] | None:
         """Starts working in the background, if enabled; the task ends with `stop`, or by a defect."""
         if self._enabled:
-            with acting("write-back"):
+            with acting(DaemonTask.WRITE_BACK):
                 self._task = asyncio.create_task(self._run(), name="write-back")
         return self._task
 

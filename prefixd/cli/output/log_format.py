@@ -1,7 +1,7 @@
 """How the daemon's log is written: a line for people, or a JSON object a line for programs.
 
-A record about a request has its id as `request_id`: `log.info(..., extra={"request_id": request.name})`. Its `fields`
-are further figures, which only JSON has.
+A record about a request has its id as `request_id`: `log.info(..., extra={"request_id": request.name})`, or by itself
+what is logged while a request acts (`acting`). Its `fields` are further figures, which only JSON has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefixd.cli.output.terminal import LogFormatter
+from prefixd.observability.actor import current_request
 
 _OURS = ("prefixd", "prefixd_swap", "prefixd_scheduler")
 TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -33,7 +34,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if (request_id := getattr(record, "request_id", None)) is not None:
+        if request_id := getattr(record, "request_id", current_request()):
             line["request_id"] = request_id
         line |= getattr(record, "fields", {})
         if record.exc_info:

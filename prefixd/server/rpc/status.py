@@ -9,6 +9,7 @@ from urllib.parse import quote
 import grpc
 
 from prefixd.base.errors import NamespaceClosedError, PrefixdError, SessionEndedError
+from prefixd.observability.actor import log_fields
 from prefixd.server.rpc.receiving import CURRENT_CALL
 from prefixd_scheduler import QueueFullError, SchedulerError
 from prefixd_swap import OutOfMemoryError, SwapError
@@ -40,7 +41,7 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     elif isinstance(error, SchedulerError | SwapError):
         code = grpc.StatusCode.FAILED_PRECONDITION
     else:
-        log.error("a call failed with an unexpected error", exc_info=error)
+        log.error("a call failed with an unexpected error", exc_info=error, extra=log_fields(error))
         await context.abort(
             grpc.StatusCode.INTERNAL,
             f"{type(error).__name__} in the daemon; its log says where. Please report it",

@@ -16,7 +16,7 @@ from prefixd.cache.index.trie import NONE
 from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.placement.lacked_blocks import note_missing
 from prefixd.cache.sessions.leasing import BlockTiers, tokens_by_tier
-from prefixd.observability.eviction_journal import acting
+from prefixd.observability.actor import acting
 from prefixd.observability.request_log import RequestLog, end_with_error
 from prefixd.observability.request_record import Kind, RequestRecord, Stage, StageName, Value
 from prefixd.server.rpc.receiving import current_call

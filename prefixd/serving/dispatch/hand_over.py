@@ -11,7 +11,7 @@ import numpy.typing as npt
 from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import NO_SLOT, Rows
 from prefixd.cache.prompt_listeners import Lookup
-from prefixd.observability.eviction_journal import acting
+from prefixd.observability.actor import acting
 from prefixd.observability.request_record import StageName
 from prefixd.serving.dispatch.block_recorder import Recorder
 from prefixd.serving.dispatch.capacity.preemption import Preemption

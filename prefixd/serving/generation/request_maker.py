@@ -90,7 +90,7 @@ class RequestMaker:
                 f"the GPU tier holds {model.frames * frame_bytes}; shorten the prompt, "
                 f"{'send fewer images, ' if of_images else ''}lower max_tokens or {_LARGER_TIER}"
             )
-        namespace, image_kv, cached = self._register(model, tenant, params.salt, images, prompt_tokens)
+        namespace, image_kv, refusal = self._register(model, tenant, params.salt, images, prompt_tokens)
         deadline_s = math.inf if params.deadline_s is None else params.deadline_s
         tokens = ids.tobytes() if images is None else images.identity
         requests: list[Request] = []
@@ -121,20 +121,22 @@ class RequestMaker:
                     events=inbox.sink(index),
                     fork_of=requests[0].id if requests else -1,
                     read_only=params.read_only,
-                    uncached=not cached,
+                    uncached=bool(refusal),
                 )
             )
+        if refusal:
+            name = requests[0].name
+            log.debug("request %s is not cached: %s", name, refusal, extra={"request_id": name})
         return requests
 
     def _register(
         self, model: ServedModel, tenant: Tenant, salt: bytes, images: PromptLayout | None, prompt_tokens: int
-    ) -> tuple[Namespace, ImageKv | None, bool]:
-        """The namespaces of a prompt and of its images, and whether the cache is used: a request whose new namespace
-        has no room runs without the cache."""
+    ) -> tuple[Namespace, ImageKv | None, str]:
+        """The namespaces of a prompt and of its images, and why the cache is not used, else an empty text: a request
+        whose new namespace has no room runs without the cache."""
         cache = self._cache
         try:
-            return *model.register(cache.register, cache, images, tenant, salt), True
+            return *model.register(cache.register, cache, images, tenant, salt), ""
         except ExhaustedError as error:
-            log.debug("a request is not cached: %s", error)
             cache.mover.lost["too many namespaces"] += prompt_tokens // model.hello.block_tokens
-            return *model.register(cache.unlisted, cache, images, tenant, salt), False
+            return *model.register(cache.unlisted, cache, images, tenant, salt), str(error)

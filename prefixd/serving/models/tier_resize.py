@@ -42,7 +42,8 @@ from prefixd.base.tenancy.tenants import check_guarantees
 from prefixd.cache import TieredCache
 from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.placement.movement import Movement
-from prefixd.observability.eviction_journal import Reason, acting, because
+from prefixd.observability.actor import DaemonTask, acting
+from prefixd.observability.eviction_journal import Reason, because
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.frame_budget import name_holders
 from prefixd.serving.models.worker_process import WorkerProcess
@@ -410,7 +411,8 @@ class TierResize:
                 return []
             return [FrameId(frame) for frame in slots.ravel().tolist()]
 
-        with acting("elastic tier" if change.by_itself else "tier resize"), because(Reason.RESIZE):
+        task = DaemonTask.ELASTIC_TIER if change.by_itself else DaemonTask.TIER_RESIZE
+        with acting(task), because(Reason.RESIZE):
             taking = self._cache.mover.spawn(take())
         while not taking.done():
             await asyncio.wait({taking}, timeout=_RETRY_S)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from prefixd.cli.output.log_format import log_to_stderr
+from prefixd.observability.actor import DaemonTask, acting
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,18 @@ def test_json_has_a_line_a_record_with_the_requests_id(capsys: pytest.CaptureFix
         "ttft_s": 0.5,
     }
     assert "ValueError: évil\x1b" in second["exception"] and "request_id" not in second
+
+
+def test_json_names_the_request_in_which_a_line_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr("info", "json")
+    log = logging.getLogger("prefixd.x")
+    with acting("r1"):
+        log.error("block 9f86 dropped")
+        log.error("of another", extra={"request_id": "r2"})
+        with acting(DaemonTask.WRITE_BACK):
+            log.error("not written")
+    lines = map(json.loads, capsys.readouterr().err.splitlines())
+    assert [line.get("request_id") for line in lines] == ["r1", "r2", None]
 
 
 def test_text_has_a_line_a_record(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ import pytest
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
 from prefixd.cache.placement.lacked_blocks import note_missing
-from prefixd.observability.eviction_journal import Reason, acting, because
+from prefixd.observability.actor import acting
+from prefixd.observability.eviction_journal import Reason, because
 from prefixd.observability.request_log import RequestLog
 from prefixd.observability.request_record import Kind, RequestRecord, StageName
 from prefixd.server.request_records import why_answers

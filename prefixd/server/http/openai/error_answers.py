@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from prefixd.base.errors import NotFoundError, PrefixdError, PromptTooLongError
+from prefixd.observability.actor import log_fields
 from prefixd.server.http.openai.sampling_fields import FieldError, SamplingFields
 from prefixd_scheduler import QueueFullError, SchedulerError
 from prefixd_swap import OutOfMemoryError, SwapError
@@ -87,7 +88,7 @@ def answer_of(error: Exception) -> ErrorAnswer:
         return ErrorAnswer(429, str(error))
     if isinstance(error, SchedulerError | SwapError):
         return ErrorAnswer(503, str(error))
-    log.error("a request failed with an unexpected error", exc_info=error)
+    log.error("a request failed with an unexpected error", exc_info=error, extra=log_fields(error))
     return ErrorAnswer(500, f"{type(error).__name__} in the daemon; its log says where. Please report it")
 
 

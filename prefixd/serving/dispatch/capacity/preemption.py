@@ -33,6 +33,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -70,6 +71,7 @@ class PreemptionCounters:
 class _Blocks:
     """Blocks of a trie, children before parents. The rows' generations show which blocks have gone meanwhile."""
 
+    request: str
     trie: Trie
     rows: Rows
     generations: npt.NDArray[np.int32]
@@ -160,7 +162,7 @@ class Preemption:
         self._parked.add(request.id)
         trie, level = request.trie, self._cache.tiers.compute.level
         rows = computed[~trie.held(computed, level)][::-1]
-        blocks = _Blocks(trie, rows, trie.generation[rows])
+        blocks = _Blocks(request.name, trie, rows, trie.generation[rows])
         alone = rows[trie.last_copies(rows, level)]
         only_here = len(alone)
         below = self._cache.tiers.below(self._cache.tiers.compute)
@@ -173,10 +175,10 @@ class Preemption:
         )
         if swaps:
             self.counters.swapped += 1
-            self._spawn(self._swap(blocks, distance))
+            self._spawn(request.name, self._swap(blocks, distance))
         else:
             self.counters.recomputed += 1
-            self._spawn(self._drop(blocks))
+            self._spawn(request.name, self._drop(blocks))
 
     def _swaps(self, trie: Trie, only_here: Rows, distance: Distance) -> bool:
         """Whether to swap. Blocks that have a copy below are loaded again either way, so they do not count."""
@@ -185,16 +187,17 @@ class Preemption:
             return self._cost.swap_pays(len(only_here) * trie.block_tokens, nbytes, distance)
         return self._mode == "swap" and distance is not Distance.NONE
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def _spawn(self, request: str, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._end_move)
+        task.add_done_callback(partial(self._end_move, request))
 
-    def _end_move(self, task: asyncio.Task[None]) -> None:
+    def _end_move(self, request: str, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._wake()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a preempted request's blocks were not all moved", exc_info=error)
+            what = "the blocks of the preempted request %s were not all moved"
+            log.error(what, request, exc_info=error, extra={"request_id": request})
 
     async def _swap(self, blocks: _Blocks, distance: Distance) -> None:
         trie = blocks.trie
@@ -207,7 +210,11 @@ class Preemption:
                 nbytes = int(trie.group_bytes[trie.wanted(rows, self._cache.tiers.compute.level)].sum())
                 copied = await self._cache.mover.send_down("preemption", trie, rows, self._cache.tiers.compute)
             except SwapError as error:  # the blocks that are left are evicted like any others
-                log.error("blocks of a preempted request could not be copied down: %s", error)
+                log.error(
+                    "blocks of the preempted request %s could not be copied down: %s",
+                    *(blocks.request, error),
+                    extra={"request_id": blocks.request},
+                )
                 return
             finally:
                 elapsed_s = self._meter.end(mark)

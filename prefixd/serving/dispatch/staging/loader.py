@@ -22,7 +22,7 @@ from prefixd.base.tiers import Tier
 from prefixd.cache import Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.rules import GroupMask
-from prefixd.observability.eviction_journal import acting
+from prefixd.observability.actor import acting
 from prefixd.observability.request_record import StageName, Value
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.staging.load_planner import LoadPlanner

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from prefixd.serving.models import embedded_model
 from prefixd.serving.models.embedded_model import EOS, ensure_embedded_model
 from prefixd.worker.model import load_model
 from prefixd.worker.spec.model_spec import read_model_spec
@@ -32,9 +34,18 @@ def test_it_is_the_same_everywhere(directory):
     assert digest == "de879b0ec40dac9f8805765fcd3beb62c1f8d1790c669ba283e05cf7a778e5c8"
 
 
-def test_it_is_built_once(directory):
+def test_its_building_is_said_before_it_begins(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    said = []
+    monkeypatch.setattr(embedded_model, "_save_model", lambda _: said.extend(caplog.messages))
+    built = ensure_embedded_model(tmp_path)
+    assert said == [f"building the embedded model in {built}, once: 95 MB, some seconds"]
+
+
+def test_it_is_built_once(directory, caplog):
+    caplog.set_level(logging.INFO)
     before = (directory / "model.safetensors").stat()
-    assert ensure_embedded_model(directory.parent) == directory
+    assert ensure_embedded_model(directory.parent) == directory and not caplog.messages
     assert (directory / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
 
 

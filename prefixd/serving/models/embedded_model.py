@@ -6,6 +6,7 @@ Its output is printable ASCII, depends on the whole prompt, and is the same on e
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from numpy.random import PCG64
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
 
 VERSION = 2  # part of the directory's name: change it with anything below that changes the files
 VOCAB_SIZE = 272  # 256 bytes, 3 special tokens, padded to a multiple of 16
@@ -39,6 +42,7 @@ def ensure_embedded_model(cache_directory: Path) -> Path:
     target = cache_directory / f"embedded-v{VERSION}"
     if target.is_dir():
         return target
+    log.info("building the embedded model in %s, once: 95 MB, some seconds", target)
     cache_directory.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache_directory))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import long_prefix
-from prefixd.client.cache import Slices
+from prefixd.client.memory.slices import Slices
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from prefixd.cli.failures import CommandFailed
 from prefixd.cli.named_prefix import namespace_id_of
 from prefixd.cli.output.tables.answer_tables import print_stats
 from prefixd.server.figures.metrics import MetricsCollector
-from prefixd.server.figures.snapshot import total_worker
+from prefixd.server.figures.model_figures import total_worker
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 

@@ -38,8 +38,8 @@ from prefixd.client import (
     Unauthenticated,
     default_address,
 )
-from prefixd.client.cache import SLICE_SHARE
 from prefixd.client.connecting.portal import Portal
+from prefixd.client.memory.slices import SLICE_SHARE
 from prefixd.v1.cache_pb2 import BlockChange
 
 T = TypeVar("T")

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Self
-
-from google.protobuf.message import Message
+from typing import TYPE_CHECKING
 
 import prefixd
-from prefixd.base.long_work.pacer import SLICE_ROWS, give_way
 from prefixd.base.tiers import Tier
 from prefixd.cache import Lease, Reservation, TieredCache
-from prefixd.cache.index.trie import TIERS
+from prefixd.server.figures.block_counts import BlockCounts
 from prefixd.server.figures.disk_wear import DiskWear
 from prefixd.server.figures.ghost_figures import GhostFigures
 from prefixd.server.figures.history import History
 from prefixd.server.figures.measured_figures import build_info, timings_figures, traffic_figures
-from prefixd.server.figures.metrics import METRIC, METRICS
+from prefixd.server.figures.model_figures import model_figures, total_scheduler, total_worker
 from prefixd.server.figures.namespace_figures import blocks_by_namespace, fill_figures, namespace_figures
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.kv_events import KVEvents
-from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.models.elastic_tier import ElasticTier
 from prefixd.serving.models.model_host import ModelHost
-from prefixd.serving.models.worker_process import WorkerState
-from prefixd.serving.request.kv_needs import KvNeeds, Unused
+from prefixd.serving.request.kv_needs import Unused
 from prefixd.v1 import admin_pb2 as pb
 from prefixd_swap.tiers import GpuTier, MemoryTier
 from prefixd_swap.tiers import Tier as TierObject
 
 if TYPE_CHECKING:
     from prefixd.observability.span_export import SpanExport
-
-_STATES = {
-    WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
-    WorkerState.READY: pb.WorkerStats.STATE_READY,
-    WorkerState.FAILED: pb.WorkerStats.STATE_FAILED,
-}
 
 
 @dataclass(slots=True)
@@ -66,7 +54,7 @@ class Snapshot:
         """
         cache = self.cache
         period = self.history.period(last_s) if last_s and self.history is not None else None
-        counts = await _Counts.of(cache, [host.dispatcher.recorder.needs for host in self.models.values()])
+        counts = await BlockCounts.of(cache, [host.dispatcher.recorder.needs for host in self.models.values()])
         counted = blocks_by_namespace(cache)
         namespaces, other_namespaces = await namespace_figures(cache, counts.on_gpu, counted)
         filled = await fill_figures(cache, counted, {host.namespace_name: host.name for host in self.models.values()})
@@ -74,7 +62,7 @@ class Snapshot:
         traffic = await traffic_figures(cache.measurements.traffic)
         now = self.clock()
         cached = cache.mover.use.cached_by_level()
-        models = [self._model_stats(host) for host in self.models.values()]
+        models = [model_figures(host, cache.tiers) for host in self.models.values()]
         sessions = list(cache.leases.sessions.values())
         counters = cache.counters
         return pb.StatsResponse(
@@ -100,7 +88,7 @@ class Snapshot:
             leases=sum(session.granted[Lease] for session in sessions),
             reservations=sum(session.granted[Reservation] for session in sessions),
             worker=total_worker([model.worker for model in models]),
-            scheduler=_total_scheduler([model.scheduler for model in models]),
+            scheduler=total_scheduler([model.scheduler for model in models]),
             asked_tokens=counters.asked_tokens,
             hit_tokens=sum(counters.hit_tokens),
             lost_blocks=dict(cache.mover.lost),
@@ -136,7 +124,7 @@ class Snapshot:
             for trouble in self.cache.tiers.troubles
         ]
 
-    def _tier_stats(self, tier: TierObject, counts: _Counts, cached: Sequence[int]) -> pb.TierStats:
+    def _tier_stats(self, tier: TierObject, counts: BlockCounts, cached: Sequence[int]) -> pb.TierStats:
         tiers, level, used = self.cache.tiers, tier.level, tier.used_bytes
         in_flight = quarantined = 0
         unused = Unused()
@@ -239,175 +227,3 @@ class Snapshot:
             overruns=counters.overruns,
             subscriptions=max(counters.subscriptions, 0),
         )
-
-    def _model_stats(self, host: ModelHost) -> pb.ModelStats:
-        compute = self.cache.tiers.compute
-        frame_bytes = compute.frame_bytes if isinstance(compute, GpuTier) else 0
-        return pb.ModelStats(
-            name=host.name,
-            namespace=host.namespace_name,
-            worker=self._worker_stats(host),
-            scheduler=_scheduler_of(host.dispatcher),
-            held_bytes=host.dispatcher.taken_frames * frame_bytes,
-        )
-
-    def _worker_stats(self, host: ModelHost) -> pb.WorkerStats:
-        worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.results.kv
-        frame_bytes = self.cache.tiers.frames.frame_bytes if kv.shared_blocks else 0
-        return pb.WorkerStats(
-            state=_STATES[worker.state],
-            pid=worker.pid,
-            restarts=worker.restarts,
-            running_requests=len(host.dispatcher.running),
-            model=worker.settings.model,
-            device=worker.settings.device,
-            block_tokens=hello.block_tokens if hello else 0,
-            block_tokens_asked=hello.block_tokens_asked if hello else 0,
-            block_tokens_reason=hello.block_tokens_reason if hello else "",
-            token_bytes=hello.token_bytes if hello else 0,
-            token_memory=hello.token_memory if hello else 0,
-            shared_bytes=kv.shared_blocks * frame_bytes,
-            mapped_blocks=kv.mapped_blocks,
-            reused_blocks=kv.reused_blocks,
-            copied_blocks=kv.copied_blocks,
-            error=worker.failure,
-            kv=worker.settings.kv,
-            states=_states_of(host),
-            images=_images_of(host),
-            layout=worker.settings.layout,
-            cuda_graphs=worker.ready.cuda_graphs,
-            cuda_graphs_reason=worker.ready.cuda_graphs_reason,
-            prompt_graphs=worker.ready.prompt_graphs,
-            prompt_graphs_reason=worker.ready.prompt_graphs_reason,
-            operators=worker.ready.operators,
-            operators_reason=worker.ready.operators_reason,
-            passes=host.dispatcher.counters.passes,
-            passes_read_at_once=host.dispatcher.counters.read_at_once,
-            draft=_draft_of(host),
-        )
-
-
-def total_worker(workers: Sequence[pb.WorkerStats]) -> pb.WorkerStats:
-    """Returns the first worker's figures with all workers' counts added; its state is READY only if all are ready."""
-    if not workers:
-        return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
-    total = pb.WorkerStats()
-    total.CopyFrom(workers[0])
-    for other in workers[1:]:
-        _add_counts(total, other)
-        if other.state != pb.WorkerStats.STATE_READY:
-            total.state = other.state
-    return total
-
-
-def _total_scheduler(schedulers: Sequence[pb.SchedulerStats]) -> pb.SchedulerStats:
-    total = pb.SchedulerStats()
-    for one in schedulers:
-        total.policy = one.policy
-        _add_counts(total, one)
-    return total
-
-
-def _add_counts(total: Message, one: Message) -> None:
-    """Adds the numbers of `one` that are figures of the metrics page to `total`, in nested messages too."""
-    for field in total.DESCRIPTOR.fields:
-        options = field.GetOptions()
-        if options.HasExtension(METRICS) and one.HasField(field.name):
-            _add_counts(getattr(total, field.name), getattr(one, field.name))
-        elif options.HasExtension(METRIC) and field.enum_type is None:
-            setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
-
-
-def _states_of(host: ModelHost) -> pb.StateStats | None:
-    hello = host.worker.hello
-    if hello is None or not hello.state_frames:
-        return None
-    counters = host.dispatcher.recorder.states.counters
-    return pb.StateStats(
-        kept_states=counters.kept,
-        kept_bytes=counters.kept_bytes,
-        resumed_runs=counters.resumed,
-        resumed_tokens=counters.resumed_tokens,
-        runs_without_room=counters.without_room,
-    )
-
-
-def _images_of(host: ModelHost) -> pb.ImageStats | None:
-    hello, dispatcher = host.worker.hello, host.dispatcher
-    if hello is None or hello.images is None:
-        return None
-    return pb.ImageStats(
-        asked_images=dispatcher.counters.asked_images,
-        encoded_images=dispatcher.counters.encoded_images,
-        found_images=dispatcher.counters.found_images,
-    )
-
-
-def _draft_of(host: ModelHost) -> pb.DraftStats | None:
-    settings, dispatcher = host.worker.settings, host.dispatcher
-    if not settings.draft_model:
-        return None
-    return pb.DraftStats(
-        model=settings.draft_model,
-        draft_tokens=settings.draft_tokens,
-        proposed_tokens=dispatcher.counters.proposed_tokens,
-        accepted_tokens=dispatcher.counters.accepted_tokens,
-    )
-
-
-def _scheduler_of(dispatcher: Dispatcher) -> pb.SchedulerStats:
-    preempted, loads = dispatcher.preemption.counters, dispatcher.loader.counters
-    return pb.SchedulerStats(
-        policy=dispatcher.queue.policy.name,
-        waiting_requests=len(dispatcher.waiting),
-        finished_requests=dispatcher.counters.finished,
-        preempted_requests=preempted.preempted,
-        resumed_requests=dispatcher.counters.resumed,
-        swapped_requests=preempted.swapped,
-        recomputed_requests=preempted.recomputed,
-        swapped_blocks=preempted.swapped_blocks,
-        recomputed_tokens=preempted.recomputed_tokens,
-        load_decisions=loads.decided,
-        cut_loads=loads.cut,
-        split_loads=loads.beside,
-        abandoned_loads=loads.abandoned,
-        load_spent_s=loads.regret.spent_s,
-        load_regret_s=loads.regret.lost_s,
-        layerwise_loads=dispatcher.counters.layerwise_loads,
-    )
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Counts of blocks, from the columns of all tries."""
-
-    blocks: list[int]
-    """Blocks by tier."""
-    held: list[int]
-    """Blocks that are held in a tier, by tier."""
-    unused: Unused
-    """Unused bytes of the GPU tier's cached blocks."""
-    on_gpu: Counter[int]
-    """Blocks in the GPU tier, by the ordinal of their namespace."""
-
-    @classmethod
-    async def of(cls, cache: TieredCache, needs: Sequence[KvNeeds]) -> Self:
-        """Counts one slice of rows at a time, so that other tasks of the event loop run in between."""
-        blocks, held, unused = [0] * TIERS, [0] * TIERS, Unused()
-        on_gpu, compute = Counter[int](), cache.tiers.compute.level
-        for trie in list(cache.tries):
-            for start in range(0, trie.rows, SLICE_ROWS):
-                if start:
-                    await give_way()
-                rows = slice(start, min(start + SLICE_ROWS, trie.rows))
-                here, held_here, by_namespace = trie.count_copies(rows, compute)
-                for tier in range(TIERS):
-                    blocks[tier] += here[tier]
-                    held[tier] += held_here[tier]
-                on_gpu.update(by_namespace)
-                # Models of one shape share a trie and need the same parts of its blocks.
-                if (counting := next((each for each in needs if each.trie is trie), None)) is not None:
-                    here_unused = counting.of_cached(trie, rows)
-                    unused.spare += here_unused.spare
-                    unused.unneeded += here_unused.unneeded
-        return cls(blocks, held, unused, on_gpu)

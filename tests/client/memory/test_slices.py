@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import MatchResult
-from prefixd.client.cache import Slices
 from prefixd.client.errors import ExhaustedError
+from prefixd.client.memory.slices import Slices
 from prefixd.client.memory.streaming import Slice, Wanted
 
 
@@ -82,7 +82,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none(seconds: float) -> None:
         pass
 
-    monkeypatch.setattr("prefixd.client.cache.asyncio.sleep", none)
+    monkeypatch.setattr("prefixd.client.memory.slices.asyncio.sleep", none)
 
 
 @given(

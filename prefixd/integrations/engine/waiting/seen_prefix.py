@@ -68,5 +68,21 @@ class SeenPrefix:
             end += tokens
         return SeenPrefix(end, tuple(kept))
 
+    def sources(self, local_tokens: int, tokens: int) -> dict[Distance, int]:
+        """The tiers of `tokens` tokens beyond `local_tokens`: tokens by distance. Those beyond the prefix were
+        committed or prefetched since, and are in CPU memory."""
+        found: dict[Distance, int] = {}
+        at, left, end = 0, tokens, local_tokens
+        for distance, run in self.runs:
+            at += run
+            taken = min(left, max(0, at - end))
+            if taken:
+                found[distance] = found.get(distance, 0) + taken
+                left -= taken
+                end += taken
+        if left:
+            found[Distance.CPU] = found.get(Distance.CPU, 0) + left
+        return found
+
 
 NOTHING_SEEN = SeenPrefix(0)

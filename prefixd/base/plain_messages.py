@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from google.protobuf.message import Message
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """Converts a message to JSON types: every field, bytes as hex, enum values in lower case without their prefix."""
+    """Converts a message to JSON types: every field, bytes as hex, enum values in lower case without their prefix.
+    A number that JSON does not have (NaN, infinity) becomes None: no parser would read the rest of the document."""
     plain: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            plain[field.name] = dict(value)
+            plain[field.name] = {key: _finite(item) for key, item in value.items()}
         elif field.is_repeated:
             plain[field.name] = [_plain_value(field, item) for item in value]
         elif field.has_presence and not message.HasField(field.name):
@@ -32,7 +34,11 @@ def _plain_value(field: Any, value: Any) -> Any:
         names = field.enum_type.values_by_number
         prefix = f"{_to_upper_snake(field.enum_type.name)}_"
         return names[value].name.removeprefix(prefix).lower() if value in names else value
-    return value
+    return _finite(value)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _to_upper_snake(name: str) -> str:

@@ -244,12 +244,6 @@ class RequestRecord:
         finally:
             stage.end(clock())
 
-    def end_stage(self, name: StageName, now_s: float, **attributes: Value) -> None:
-        """Ends the stages of this name that last."""
-        for stage in self.stages:
-            if stage.name is name and stage.end_s is None:
-                stage.end(now_s, **attributes)
-
     def seconds(self, name: StageName) -> float:
         """Seconds of all ended stages of this name together."""
         return sum(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from msgspec import Raw
-
+from prefixd.server.http.openai.json_pieces import JsonPieces
 from prefixd.server.http.openai.logprob_lists import Lists, LogprobLists
 from prefixd.serving.generation import Tokens
 
@@ -32,7 +31,7 @@ class Shape(Protocol):
     def end(self, index: int, reason: str) -> dict[str, Any]:
         """The last piece of a choice."""
 
-    def choice(self, index: int, text: str, logprobs: Raw | None, reason: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: JsonPieces | None, reason: str) -> dict[str, Any]:
         """A whole choice; `logprobs` is JSON already."""
 
 
@@ -64,7 +63,7 @@ class ChatShape:
         """The reason why a message ends."""
         return self._piece(index, {}, None, reason)
 
-    def choice(self, index: int, text: str, logprobs: Raw | None, reason: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: JsonPieces | None, reason: str) -> dict[str, Any]:
         """A message."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -106,10 +105,10 @@ class CompletionShape:
         """The reason why a text ends."""
         return self._piece(index, "", None, reason)
 
-    def choice(self, index: int, text: str, logprobs: Raw | None, reason: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: JsonPieces | None, reason: str) -> dict[str, Any]:
         """A whole text."""
         return self._piece(index, text, logprobs, reason)
 
     @staticmethod
-    def _piece(index: int, text: str, logprobs: Lists | Raw | None, reason: str | None) -> dict[str, Any]:
+    def _piece(index: int, text: str, logprobs: Lists | JsonPieces | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

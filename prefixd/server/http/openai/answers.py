@@ -14,11 +14,12 @@ from starlette.types import Receive, Scope, Send
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.server.http.openai.answer_shapes import Shape
 from prefixd.server.http.openai.error_answers import RequestCancelledError, answer_of
+from prefixd.server.http.openai.json_pieces import JsonPieces, encode_list, encode_object
 from prefixd.server.http.openai.several_prompts import AnswerEvent, Usage
 from prefixd.serving.generation import SequenceFinished, Tokens
 
 MOST_LOGPROBS_KEPT = 1 << 19
-"""Logprobs of an answer that is no stream: some 45 MiB of JSON."""
+"""Logprobs of an answer that is no stream: some 45 MiB of JSON, kept and sent in pieces."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -46,24 +47,24 @@ class Answer:
     usage: bool = False
     running_usage: bool = False
     _texts: dict[int, list[str]] = field(default_factory=dict)
-    _logprobs: dict[int, dict[str, list[bytes]]] = field(default_factory=dict)
+    _logprobs: dict[int, dict[str, JsonPieces]] = field(default_factory=dict)
     _values: int = 0
 
-    async def whole(self) -> bytes:
+    async def whole(self) -> JsonPieces:
         """The whole answer. Raises as `Generation.run`, RequestCancelledError, and InvalidArgumentError for an
         answer that is too large."""
-        choices: list[dict[str, Any]] = []
+        choices: dict[int, JsonPieces] = {}
         usage = Usage()
         async with aclosing(self.events) as events:
             async for event in events:
                 if isinstance(event, Tokens):
                     self._keep(event)
                 elif isinstance(event, SequenceFinished):
-                    choices.append(self._choice(event))
+                    choices[event.index] = self._choice(event)
                 elif isinstance(event, Usage):
                     usage = event
-        choices.sort(key=lambda choice: int(choice["index"]))
-        return msgspec.json.encode(self._object(self.shape.whole, choices) | {"usage": _usage(usage)})
+        fields = self._object(self.shape.whole, encode_list(choices[index] for index in sorted(choices)))
+        return encode_object(fields | {"usage": _usage(usage)})
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. An error becomes the last of them."""
@@ -101,16 +102,21 @@ class Answer:
             )
         kept = self._logprobs.setdefault(tokens.index, {})
         for name, values in self.shape.logprobs(tokens).items():
-            kept.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
+            text = msgspec.json.encode(values)[1:-1]
+            if name in kept:
+                kept[name].add(b"," + text)
+            else:
+                kept[name] = JsonPieces()
+                kept[name].add(b"[" + text)
 
-    def _choice(self, end: SequenceFinished) -> dict[str, Any]:
-        text = "".join(self._texts.pop(end.index, ()))
-        kept = self._logprobs.pop(end.index, None)
-        logprobs = None
-        if kept is not None:
-            lists = (b'"%b":[%b]' % (name.encode(), b",".join(values)) for name, values in kept.items())
-            logprobs = msgspec.Raw(b"{%b}" % b",".join(lists))
-        return self.shape.choice(end.index, text, logprobs, _reason(end))
+    def _choice(self, end: SequenceFinished) -> JsonPieces:
+        text, reason = "".join(self._texts.pop(end.index, ())), _reason(end)
+        logprobs = self._logprobs.pop(end.index, None)
+        if logprobs is None:
+            return encode_object(self.shape.choice(end.index, text, None, reason))
+        for each in logprobs.values():
+            each.add(b"]")
+        return encode_object(self.shape.choice(end.index, text, encode_object(logprobs), reason))
 
     def _piece(self, choice: dict[str, Any], output_tokens: int) -> bytes:
         piece = self._object(self.shape.piece, [choice])
@@ -120,7 +126,7 @@ class Answer:
             piece["usage"] = None
         return _event(piece)
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, kind: str, choices: list[dict[str, Any]] | JsonPieces) -> dict[str, Any]:
         return {
             "id": f"{self.shape.prefix}{self.request_id}",
             "object": kind,

@@ -31,6 +31,7 @@ from prefixd.server.http.openai.answers import Answer, EventStream
 from prefixd.server.http.openai.chat_request import ChatRequest
 from prefixd.server.http.openai.completion_request import CompletionRequest
 from prefixd.server.http.openai.error_answers import ErrorAnswer, answer_of
+from prefixd.server.http.openai.json_pieces import PiecesResponse
 from prefixd.server.http.openai.logprob_lists import LogprobLists
 from prefixd.server.http.openai.sampling_fields import FieldError
 from prefixd.server.http.openai.several_prompts import run_prompts
@@ -202,7 +203,7 @@ class OpenAIRoutes:
         headers = {"X-Request-Id": answer.request_id, "prefixd-request-id": accepted.request_id}
         if asked.stream:
             return EventStream(answer.pieces(), headers)
-        return Response(await answer.whole(), headers=headers, media_type="application/json")
+        return PiecesResponse(await answer.whole(), headers)
 
     async def _receive(self, request: Request, call: Call, kind: type[_Body]) -> _Asked:
         """What a request asks for. Its body is received when its turn has come.

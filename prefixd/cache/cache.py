@@ -39,10 +39,11 @@ from prefixd.cache.prompt_listeners import Lookup, PromptListeners
 from prefixd.cache.registration import Registration
 from prefixd.cache.sessions.claims import ComputeClaims
 from prefixd.cache.sessions.durability import Durability
+from prefixd.cache.sessions.lease_table import LeaseTable
 from prefixd.cache.sessions.leasing import HitCounters, Leasing
 from prefixd.cache.sessions.pins import Pins, restore_pins
 from prefixd.cache.sessions.reservations import Reservations
-from prefixd.cache.sessions.sessions import End, Grant, Lease, LeaseTable, Process, Session
+from prefixd.cache.sessions.sessions import End, Grant, Lease, Process, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.tries import Tries
 from prefixd.observability.measurements import Measurements

@@ -22,7 +22,7 @@ from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import NamespaceRegistry
-from prefixd.cache.sessions.sessions import LeaseTable
+from prefixd.cache.sessions.lease_table import LeaseTable
 from prefixd.cache.tries import Tries
 from prefixd.cache.troubles import Troubles
 from prefixd.observability.eviction_journal import Reason

@@ -6,7 +6,8 @@ from prefixd.base.tenancy.tenants import Tenant, Tenants
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
-from prefixd.cache.sessions.sessions import LeaseTable, Session
+from prefixd.cache.sessions.lease_table import LeaseTable
+from prefixd.cache.sessions.sessions import Session
 from prefixd.cache.tries import Tries
 
 _EXAMINED = 1024  # namespaces that are checked for users when a limit is reached: a millisecond

@@ -22,8 +22,8 @@ from prefixd.base.tenancy.tenants import Quota, Tenants
 from prefixd.cache import Lease, Reservation
 from prefixd.cache.index.trie import CPU
 from prefixd.cache.options import CacheOptions
+from prefixd.cache.sessions.lease_table import LeaseTable
 from prefixd.cache.sessions.reservations import ToFill
-from prefixd.cache.sessions.sessions import LeaseTable
 from tests.rig import Rig
 
 
@@ -276,7 +276,7 @@ async def test_renewing_for_ever_keeps_nothing(make_rig: Callable[..., Rig]) -> 
 async def test_many_grants_whose_time_is_up_end_in_many_turns(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.sessions.sessions._EXPIRED_AT_ONCE", 3)
+    monkeypatch.setattr("prefixd.cache.sessions.lease_table._EXPIRED_AT_ONCE", 3)
     rig = make_rig()
     await rig.put([1])
     for ttl_s in (1.0, 1.0, 2.0, 2.0, 2.0):
@@ -289,7 +289,7 @@ async def test_many_grants_whose_time_is_up_end_in_many_turns(
 async def test_only_so_many_ended_leases_are_remembered(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.sessions.sessions._REMEMBERED", 2)
+    monkeypatch.setattr("prefixd.cache.sessions.lease_table._REMEMBERED", 2)
     rig = make_rig()
     await rig.put([1])
     ended = []
@@ -398,7 +398,7 @@ async def test_a_grant_ends_at_its_last_deadline_however_often_it_was_renewed(ma
 async def test_a_session_with_many_leases_ends_in_many_turns(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.sessions.sessions._ENDED_AT_ONCE", 2 * (2 + 2048))
+    monkeypatch.setattr("prefixd.cache.sessions.lease_table._ENDED_AT_ONCE", 2 * (2 + 2048))
     rig = make_rig(cpu=4)
     await rig.put([1, 2])
     for _ in range(7):

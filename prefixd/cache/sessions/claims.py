@@ -23,7 +23,8 @@ from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.keys.key_index import KEY_BYTES
 from prefixd.cache.namespaces import Namespace
-from prefixd.cache.sessions.sessions import End, LeaseTable, Session
+from prefixd.cache.sessions.lease_table import LeaseTable
+from prefixd.cache.sessions.sessions import End, Session
 
 CLAIMS_OF_SESSION = 64
 CLAIMS = 1024

@@ -18,7 +18,8 @@ from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.prompt_listeners import Lookup, PromptListeners
-from prefixd.cache.sessions.sessions import Lease, LeaseTable, Session
+from prefixd.cache.sessions.lease_table import LeaseTable
+from prefixd.cache.sessions.sessions import Lease, Session
 from prefixd.observability.measurements import Traffic
 
 NO_OFFSET = np.uint64(2**64 - 1)

@@ -21,8 +21,9 @@ from prefixd.cache.placement.paths import enter_own, find_path, present
 from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
 from prefixd.cache.sessions.claims import ComputeClaims
 from prefixd.cache.sessions.durability import Durability
+from prefixd.cache.sessions.lease_table import LeaseTable
 from prefixd.cache.sessions.quarantine import Quarantine
-from prefixd.cache.sessions.sessions import End, LeaseTable, Reservation, Session
+from prefixd.cache.sessions.sessions import End, Reservation, Session
 from prefixd.cache.tiers import Slots
 from prefixd.observability.measurements import Traffic
 from prefixd_swap import round_to_slot

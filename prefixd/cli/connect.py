@@ -80,7 +80,7 @@ def asks_daemon(command: Callable[..., None]) -> Callable[..., None]:
 @asynccontextmanager
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     """Yields a client of the daemon at `address`; raises its errors as CommandFailed with the next step, as WrongUsage
-    what no daemon could do."""
+    where an argument is invalid."""
     from prefixd.client import AsyncClient, ClientError, InvalidArgumentError, ServerUnavailable, UnsupportedError
 
     target = address or f"unix:{find_socket(os.environ)}"

@@ -1,7 +1,7 @@
 """Ends a command after an error with one line on stderr that names the remedy, and with an exit code.
 
-1: the command failed. 2: it was called wrongly (no daemon could do it), or the configuration is wrong. 130: Ctrl-C.
-143: SIGTERM. `prefixd doctor` has more.
+1: the command failed. 2: it was called wrongly (INVALID_ARGUMENT), or the configuration is wrong. 130: Ctrl-C. 143:
+SIGTERM. `prefixd doctor` has more.
 
 With `--json` stdout gets the error, too, as one line: `{"error": {"message": ..., "remedy": ..., "status": "NOT_FOUND",
 "exit_status": 1}}`. `status` is the name of a gRPC status; `remedy` is only there if it is no part of the message.

@@ -161,14 +161,14 @@ def test_stats_and_flush(serving: object, prefixd: Prefixd) -> None:
 
 
 def test_mistakes_are_answered_in_one_line(serving: object, prefixd: Prefixd) -> None:
-    for arguments in (
-        ["inspect", "ffff"],
-        ["inspect", "f"],
-        ["generate", ""],
-        ["generate", "--token-ids", "99999"],
+    for status, *arguments in (
+        (1, "inspect", "ffff"),
+        (2, "inspect", "f"),
+        (2, "generate", ""),
+        (2, "generate", "--token-ids", "99999"),
     ):
         result = prefixd(*arguments)
-        assert result.returncode == 1, arguments
+        assert result.returncode == status, arguments
         assert result.stderr.startswith("prefixd: ") and result.stderr.count("\n") == 1
 
 

@@ -603,7 +603,7 @@ def test_an_address_that_is_none_is_refused(cli: Cli, address: str) -> None:
         ["what-if", "--plot", "/nowhere/plot.txt"],
     ],
 )
-def test_what_no_daemon_could_do_ends_with_2(cli: Cli, arguments: list[str]) -> None:
+def test_what_is_called_wrongly_ends_with_2(cli: Cli, arguments: list[str]) -> None:
     assert cli(*arguments).exit_code == 2
 
 

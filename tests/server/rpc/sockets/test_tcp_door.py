@@ -191,7 +191,7 @@ def test_the_command_line_brings_its_credentials(
     refused = stats(**known, PREFIXD_TOKEN=ENGINE)
     assert refused.returncode == 1 and "needs the role admin" in refused.stderr
     lost = stats("--tls-ca", "/nowhere", **known)
-    assert lost.returncode == 1 and lost.stderr == "prefixd: tls_ca = /nowhere: No such file or directory\n"
+    assert lost.returncode == 2 and lost.stderr == "prefixd: tls_ca = /nowhere: No such file or directory\n"
     plain = stats("--address", remote.daemon.tcp)
     assert plain.returncode == 1 and "Does it need TLS (--tls-ca)?" in plain.stderr
 

@@ -536,7 +536,7 @@ class AsyncClient:
     async def what_if(self, tenant: str | None = None) -> admin_pb2.WhatIfResponse:
         """What tiers of other sizes and other eviction policies would have found, of all prompts or of a tenant's.
 
-        Raises `PreconditionError` where the daemon estimates nothing.
+        Raises `PreconditionError` where the daemon estimates nothing, `NotFoundError` for an unknown tenant.
         """
         found: admin_pb2.WhatIfResponse = await self._admin("WhatIf", admin_pb2.WhatIfRequest(tenant=tenant or ""))
         return found

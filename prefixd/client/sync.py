@@ -750,7 +750,7 @@ class Client(Blocking[AsyncClient]):
     def what_if(self, tenant: str | None = None) -> admin_pb2.WhatIfResponse:
         """What tiers of other sizes and other eviction policies would have found, of all prompts or of a tenant's.
 
-        Raises `PreconditionError` where the daemon estimates nothing.
+        Raises `PreconditionError` where the daemon estimates nothing, `NotFoundError` for an unknown tenant.
         """
         return self._portal.run(self._inner.what_if(tenant))
 

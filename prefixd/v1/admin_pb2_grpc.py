@@ -269,7 +269,8 @@ class AdminServicer(object):
 
     def WhatIf(self, request, context):
         """What tiers of other sizes and other eviction policies would have found, estimated from a sample of the blocks since the
-        daemon's start; older days count less. FAILED_PRECONDITION with cache.ghosts = false, or without a CPU and a disk tier.
+        daemon's start; older days count less. FAILED_PRECONDITION with cache.ghosts = false, or without a CPU and a disk tier;
+        NOT_FOUND for an unknown tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,7 @@ _CAUSES = {
     "Verify": "any state",
     "ResizeTier": "any room state none",
     "Why": "any known",
-    "WhatIf": "any state",
+    "WhatIf": "any known state",
     "RecordTrace": "any state quiet",  # its caller ends it
     "ListTenants": "any",
     "SetTenant": "any known",

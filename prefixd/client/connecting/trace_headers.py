@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _LONGEST_ID = 128
+_LONGEST_SPAN = 256  # as far as the daemon reads; gRPC refuses a call with 16 KiB of headers
 _given: ContextVar[str] = ContextVar("traceparent of prefixd's calls", default="")
 _request_id: ContextVar[str] = ContextVar("id of the request that prefixd's calls are for", default="")
 
@@ -20,7 +21,8 @@ def within_trace(traceparent: str) -> Iterator[None]:
     A program that uses OpenTelemetry needs none: calls then belong to its current span. The daemon ignores a value that
     is no `traceparent`.
     """
-    token = _given.set(traceparent if traceparent.isascii() and traceparent.isprintable() else "")
+    sendable = len(traceparent) <= _LONGEST_SPAN and traceparent.isascii() and traceparent.isprintable()
+    token = _given.set(traceparent if sendable else "")
     try:
         yield
     finally:
@@ -52,10 +54,10 @@ def _span_header() -> tuple[tuple[str, str], ...]:
     if given := _given.get():
         return (("traceparent", given),)
     # A program that has a span has imported this module; the client needs no package for it.
-    api = sys.modules.get("opentelemetry.trace")
-    if api is None:
+    current_span = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
+    if current_span is None:  # not imported, or another thread imports it just now
         return ()
-    span = api.get_current_span().get_span_context()
+    span = current_span().get_span_context()
     if not span.is_valid:
         return ()
     return (("traceparent", f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from prefixd.base.errors import PreconditionError
+from prefixd.base.errors import NotFoundError, PreconditionError
 from prefixd.base.tiers import Tier
 from prefixd.cache import TieredCache
 from prefixd.cache.ghosts.ghosts import Ghosts, TierEstimate
@@ -47,8 +47,13 @@ class GhostFigures:
         """Returns the answer to `WhatIf`.
 
         Raises:
+            NotFoundError: there is no such tenant.
             PreconditionError: there are no ghosts.
         """
+        if tenant and self._cache.tenants.get(tenant) is None:
+            raise NotFoundError(
+                f"there is no tenant {tenant[:100]!r}; `prefixd tenants list` shows those that there are"
+            )
         found = self.take(tenant or None)
         if found is None:
             raise PreconditionError("the daemon estimates nothing, since cache.ghosts = false; set it to true")

@@ -61,7 +61,8 @@ class WarmAnswers:
         trie, chain = cache.trie(namespace), cache.chain(namespace, token_ids)
         if cache.mover.remote is not None:
             await cache.mover.remote.lookups.look_up(trie, namespace, chain, None, _LOOKUP_S)
-        path = await cache.match(namespace, chain)
+        path = trie.usable(await find_path(trie, namespace, chain))
+        cache.placement.touch(trie, path)
         answer = pb.WarmResponse(blocks=len(chain), found=await tier_runs(trie, path))
         lacking = self._lacking(trie, path)
         if lacking:

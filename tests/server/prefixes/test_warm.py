@@ -60,6 +60,7 @@ async def test_from_disk_after_a_restart_by_key_and_by_tokens(make_rig: MakeRig)
     answer = await warming.warm(asked(rig))
     assert (answer.blocks, answer.brought, answer.left, found(answer)) == (5, 5, 0, {cache_pb2.TIER_DISK: 5})
     assert rig.tiers(PROMPT, CPU) == [True] * 5
+    assert sum(rig.cache.measurements.timings.lookup_s.counts) == 0, "it is no engine's look-up"
     again = await warming.warm(asked(rig))
     assert (again.brought, again.left, found(again)) == (0, 0, {cache_pb2.TIER_CPU: 5})
     key = f"{rig.namespace.id.hex()}/{rig.chain([7, 8]).key(1).hex()}"

@@ -1,4 +1,4 @@
-"""JSON in pieces: an answer may have tens of megabytes, and copying them at once would hold the event loop for 0.1 s."""
+"""JSON in pieces: an answer may have tens of megabytes, and copying them at once would hold the event loop."""
 
 from __future__ import annotations
 

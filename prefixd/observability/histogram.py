@@ -11,9 +11,10 @@ from typing import Generic, TypeVar
 OTHERS = "(others)"
 """The value of `tenant` and `model` in the series that stands for all beyond `MOST_SERIES`."""
 MOST_SERIES = 256
-"""Combinations of labels that a histogram or counter tells apart."""
+"""Combinations of labels that a histogram or counter tells apart, and as many more of tenants whose models it does not
+tell apart: tenants that invent namespaces may use up the first, and not hide another tenant."""
 MOST_OF_A_TENANT = 64
-"""Those of one tenant: none may use up the others' by inventing namespaces."""
+"""Those of one tenant."""
 _STEPS = (1.0, 2.5, 5.0)
 
 S = TypeVar("S")
@@ -44,8 +45,9 @@ class Series:
 class _Labelled(Generic[S]):
     """Something for each combination of labels that has occurred.
 
-    After `MOST_OF_A_TENANT` combinations of a tenant, a new one counts for its model `(others)`; after `MOST_SERIES` of
-    all, for the tenant `(others)` and the model `(others)`. Other labels, such as the tier, have few values and stay.
+    After `MOST_OF_A_TENANT` combinations of a tenant, or `MOST_SERIES` of all, a new one counts for the tenant's model
+    `(others)`; after twice as many, for the tenant `(others)` and the model `(others)`. Other labels, such as the tier,
+    have few values and stay.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
@@ -63,10 +65,15 @@ class _Labelled(Generic[S]):
             raise ValueError(f"{values} has {len(values)} values for the labels {self.labels}; give each one value")
         by_label = dict(zip(self.labels, values, strict=True))
         tenant = by_label.get("tenant", "")
-        if len(self._series) >= MOST_SERIES:
-            by_label |= dict.fromkeys(by_label.keys() & {"tenant", "model"}, OTHERS)
-        elif "model" in by_label and self._of_tenant[tenant] >= MOST_OF_A_TENANT:
+        full = len(self._series) >= MOST_SERIES or self._of_tenant[tenant] >= MOST_OF_A_TENANT
+        if "model" in by_label and full:
             by_label["model"] = OTHERS
+        if (
+            "tenant" in by_label
+            and len(self._series) >= 2 * MOST_SERIES
+            and tuple(by_label.values()) not in self._series
+        ):
+            by_label["tenant"] = OTHERS
         key = tuple(by_label.values())
         self._of_tenant[tenant] += key not in self._series
         return key

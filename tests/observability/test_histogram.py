@@ -78,10 +78,23 @@ def test_no_tenant_uses_up_the_series_of_others() -> None:
     assert counter.total == 10 * MOST_SERIES + 5
 
 
+def test_tenants_together_hide_no_other_tenant() -> None:
+    counter = LabelledCounter(("tenant", "model", "tier"))
+    for flooder in range(2 * MOST_SERIES // MOST_OF_A_TENANT):
+        for number in range(MOST_OF_A_TENANT):
+            counter.add(1, f"flooder-{flooder}", f"model-{number}", "cpu")
+    counter.add(5, "other", "model", "cpu")
+    found = dict(counter)
+    assert found["other", OTHERS, "cpu"] == 5
+    assert len(found) == MOST_SERIES + MOST_SERIES // MOST_OF_A_TENANT + 1
+
+
 def test_series_are_bounded_with_many_tenants() -> None:
     histogram = Histogram((1.0,), ("tenant", "model", "outcome"))
-    for number in range(2 * MOST_SERIES):
+    for number in range(3 * MOST_SERIES):
         histogram.observe(0.5, f"tenant-{number}", "model", "stop")
-    assert len(list(histogram)) == MOST_SERIES + 1
+    assert len(list(histogram)) == 2 * MOST_SERIES + 1
     assert dict(histogram)[OTHERS, OTHERS, "stop"].counts == [MOST_SERIES, 0]
-    assert histogram.counts == [2 * MOST_SERIES, 0]
+    assert histogram.counts == [3 * MOST_SERIES, 0]
+    histogram.observe(0.5, f"tenant-{2 * MOST_SERIES - 1}", "another model", "stop")
+    assert dict(histogram)[f"tenant-{2 * MOST_SERIES - 1}", OTHERS, "stop"].counts == [2, 0]

@@ -128,7 +128,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Estimated memory of a namespace of this spec; measured in tests/cache/test_namespace_room.py."""
+        """Estimated memory of a namespace of this spec; measured in tests/cache/namespaces/test_namespace_room.py."""
         return _NAMESPACE_BYTES + _PART_BYTES * len(self.parts) + _TEXTS * len(self.encoded())
 
     def check(self) -> None:

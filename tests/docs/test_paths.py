@@ -16,7 +16,7 @@ MADE_BY_A_READER = ("NAME", "<", "DIR", "TENANT")
 
 
 def named(text: str) -> Iterator[str]:
-    """The paths in backticks, such as `tests/cache/test_rules.py::test_x` and `prefixd/cache/{disk,moving}/`."""
+    """The paths in backticks, such as `tests/cache/rules/test_rules.py::test_x` and `prefixd/cache/{disk,moving}/`."""
     for quoted in re.findall(r"`([^`\s]+)`", text):
         path = quoted.partition("::")[0]
         if path.startswith(tuple(f"{folder}/" for folder in FOLDERS)) and not any(

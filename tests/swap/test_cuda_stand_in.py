@@ -29,7 +29,7 @@ SUITES = {
                 for name in ("failures", "manager", "mapping_ahead", "model", "own_memory", "vattention")
             ),
             HERE / "copies",
-            TESTS / "integrations/engine/test_block_transfers_on_cuda.py",
+            TESTS / "integrations/engine/copying/test_block_transfers_on_cuda.py",
         ],
         285,
     ),
@@ -40,7 +40,7 @@ SUITES = {
                 for name in ("attention", "engine", "images", "steps", "windows")
             ),
             TESTS / "worker/memory/test_shared_frames.py",
-            TESTS / "cache/test_tiers_on_cuda.py",
+            TESTS / "cache/tiers/test_tiers_on_cuda.py",
             TESTS / "server/generation/test_generate_on_cuda.py",
         ],
         48,

@@ -19,8 +19,8 @@ from prefixd.cache.background import common_blocks
 from prefixd.cache.background.common_blocks import _ENTRY_BYTES, Computed
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.settings import Settings
-from tests.cache.house import FULL, TENANTS, House
 from tests.cache.remote.memory_store import MemoryStore
+from tests.cache.tenants.house import FULL, TENANTS, House
 from tests.rig import BLOCK_TOKENS, PART_BYTES
 
 WINDOW = PartSpec("window", 0, PART_BYTES, SlidingWindow(2 * BLOCK_TOKENS))

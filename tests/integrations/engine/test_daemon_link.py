@@ -24,7 +24,7 @@ from prefixd.integrations.engine import daemon_link as link_module
 from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.server.access.local_credentials import SCHEME, LocalCredentials, LocalProcess
 from tests.client.conftest import StandIn
-from tests.client.test_client_tickets import Guarded
+from tests.client.connecting.test_client_tickets import Guarded
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S
 from tests.waiting import wait_until
 

@@ -157,7 +157,7 @@ class OddGeometry(Scenario):
     """Sends rules, parts, sizes and estimates at the ends of their ranges."""
 
     name = "odd rules and parts"
-    closed_by = "tests/cache/test_rules.py"
+    closed_by = "tests/cache/rules/test_rules.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """Registers namespaces of all odd geometries, uses those that are accepted, and counts the statuses."""

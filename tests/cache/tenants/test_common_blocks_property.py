@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache.index.trie import CPU
-from tests.cache.house import TENANTS, House, K
+from tests.cache.tenants.house import TENANTS, House, K
 
 Prompt = tuple[int, ...]
 Step = tuple[str, Prompt, bool]

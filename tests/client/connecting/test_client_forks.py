@@ -21,7 +21,7 @@ from tests.integrations.engine.conftest import LOG
 @pytest.mark.slow
 def test_a_forked_child_works_or_is_told_why_not(daemon: DaemonProcess) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
-    command = [sys.executable, "-m", "tests.client.fork_child", daemon.address]
+    command = [sys.executable, "-m", "tests.client.connecting.fork_child", daemon.address]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
     cases = [json.loads(line) for line in run.stdout.splitlines()]
     assert {each["case"]: each["status"] for each in cases if each["status"]} == {}, "none was ended by a signal"

@@ -11,7 +11,7 @@ from prefixd.cache import Reservation
 from prefixd.cache.background.forgetting import find_subtree, forget
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
-from tests.cache.tenant_rig import Home
+from tests.cache.tenants.tenant_rig import Home
 from tests.rig import MakeRig
 from tests.waiting import until
 

@@ -18,7 +18,7 @@ from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import Lease, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from tests.cache.machine import RigMachine
-from tests.cache.tenant_rig import Home
+from tests.cache.tenants.tenant_rig import Home
 from tests.rig import Rig
 from tests.tries import used_rows
 

@@ -18,7 +18,7 @@ from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.moving.victims import Limits, find_victims
 from prefixd.cache.placement.tenant_use import Losses
 from prefixd.cache.sessions.sessions import Process
-from tests.cache.tenant_rig import Home
+from tests.cache.tenants.tenant_rig import Home
 from tests.rig import MakeRig, Rig
 from tests.tries import forget_blocks
 from tests.waiting import until

@@ -1,5 +1,5 @@
 """Forks while a client is open, and after; prints a line of JSON for each child: what became of it. For a process of
-its own: `python -m tests.client.fork_child ADDRESS`."""
+its own: `python -m tests.client.connecting.fork_child ADDRESS`."""
 
 from __future__ import annotations
 

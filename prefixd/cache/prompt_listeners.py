@@ -1,15 +1,22 @@
 """Tells listeners which prompts are asked for, stored and answered: for estimates and for recording a trace.
 
-Listeners are called on the event loop, in the middle of a call, and only note what they are told.
+Listeners are called on the event loop, in the middle of a call, and only note what they are told. What they raise is
+logged: an estimate must not fail a call, nor end a worker's dispatcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec
 
 from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.namespaces import Namespace
+
+log = logging.getLogger(__name__)
+
+Told = ParamSpec("Told")
 
 
 @dataclass(slots=True)
@@ -51,24 +58,28 @@ class PromptListeners:
 
     def tell_looked_up(self, namespace: Namespace, chain: BlockChain, lookup: Lookup) -> None:
         """An engine looked up a prompt."""
-        for listener in self.looked_up:
-            listener(namespace, chain, lookup)
+        _tell(self.looked_up, namespace, chain, lookup)
         self.tell_asked(namespace, chain, lookup)
 
     def tell_asked(self, namespace: Namespace, chain: BlockChain, lookup: Lookup) -> None:
         """A prompt was asked for, for the first time."""
-        for listener in self.asked:
-            listener(namespace, chain, lookup)
+        _tell(self.asked, namespace, chain, lookup)
 
     def tell_stored(self, namespace: Namespace, chain: BlockChain) -> None:
         """Blocks of a prompt, or of a prompt and its answer, are being stored."""
-        for listener in self.stored:
-            listener(namespace, chain)
+        _tell(self.stored, namespace, chain)
 
     def tell_answered(
         self, namespace: Namespace, chain: BlockChain, prompt_tokens: int, output_tokens: int, arrival_s: float
     ) -> None:
         """The daemon's own worker has answered a request; `chain` has both."""
-        for listener in self.answered:
-            listener(namespace, chain, prompt_tokens, output_tokens, arrival_s)
+        _tell(self.answered, namespace, chain, prompt_tokens, output_tokens, arrival_s)
         self.tell_stored(namespace, chain)
+
+
+def _tell(listeners: Sequence[Callable[Told, None]], *what: Told.args, **how: Told.kwargs) -> None:
+    for listener in listeners:
+        try:
+            listener(*what, **how)
+        except Exception:
+            log.exception("a prompt could not be noted for estimates or a trace")

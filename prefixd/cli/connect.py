@@ -19,7 +19,7 @@ from prefixd.cli.failures import CommandFailed, NoDaemon, WrongUsage
 from prefixd.process import signals
 
 if TYPE_CHECKING:
-    from prefixd.client import AsyncClient, ClientError
+    from prefixd.client import AsyncClient
 
 T = TypeVar("T")
 
@@ -82,6 +82,7 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     """Yields a client of the daemon at `address`; raises its errors as CommandFailed with the next step, as WrongUsage
     where an argument is invalid."""
     from prefixd.client import AsyncClient, ClientError, InvalidArgumentError, ServerUnavailable, UnsupportedError
+    from prefixd.client.errors import status_name
 
     target = address or f"unix:{find_socket(os.environ)}"
     here = target.startswith(("unix:", "/"))
@@ -104,22 +105,7 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     except InvalidArgumentError as error:
         raise WrongUsage(str(error)) from error
     except ClientError as error:
-        raise CommandFailed(str(error), status=_status(error)) from error
-
-
-def _status(error: ClientError) -> str:
-    """Returns the name of the gRPC status that an error of the client stands for."""
-    from prefixd import client
-
-    statuses: dict[type[ClientError], str] = {
-        client.NotFoundError: "NOT_FOUND",
-        client.AlreadyExistsError: "ALREADY_EXISTS",
-        client.ExhaustedError: "RESOURCE_EXHAUSTED",
-        client.PreconditionError: "FAILED_PRECONDITION",
-        client.PermissionDeniedError: "PERMISSION_DENIED",
-        client.CallTimeout: "DEADLINE_EXCEEDED",
-    }
-    return next((status for kind, status in statuses.items() if isinstance(error, kind)), "INTERNAL")
+        raise CommandFailed(str(error), status=status_name(error)) from error
 
 
 def _credentials() -> dict[str, Any]:

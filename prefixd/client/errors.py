@@ -136,6 +136,12 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
 }
 
 
+def status_name(error: ClientError) -> str:
+    """Returns the name of the gRPC status that an error stands for; `INTERNAL` for one without a status of its own."""
+    names = {kind: status.name for status, kind in reversed(_BY_STATUS.items())}  # of two the first one counts
+    return next((names[kind] for kind in type(error).__mro__ if kind in names), "INTERNAL")
+
+
 # gRPC's text repeats the socket three times before the cause.
 _NO_SOCKET = re.compile(r"failed to connect to all addresses; .* addr: unix:.* error: (?P<reason>.+)", re.DOTALL)
 _SESSION_ENDED = ("prefixd-session", "ended")

@@ -608,7 +608,13 @@ def test_what_is_called_wrongly_ends_with_2(cli: Cli, arguments: list[str]) -> N
 
 
 def test_a_value_that_the_daemon_calls_wrong_ends_with_2_and_one_that_it_has_not_with_1(cli: Cli, daemon: Any) -> None:
-    for status, code in ((grpc.StatusCode.INVALID_ARGUMENT, 2), (grpc.StatusCode.NOT_FOUND, 1)):
+    others = (
+        "NOT_FOUND ALREADY_EXISTS RESOURCE_EXHAUSTED FAILED_PRECONDITION PERMISSION_DENIED UNAUTHENTICATED INTERNAL"
+    )
+    for status, code in (
+        (grpc.StatusCode.INVALID_ARGUMENT, 2),
+        *((grpc.StatusCode[name], 1) for name in others.split()),
+    ):
         daemon.failure = status, "the key is wrong"
         failed = cli("inspect", "xyz", "--address", daemon.address, "--json")
         assert failed.exit_code == code == json.loads(failed.stdout)["error"]["exit_status"]

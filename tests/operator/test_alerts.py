@@ -43,3 +43,11 @@ def test_every_alert_says_what_to_do() -> None:
             assert rule["annotations"].keys() == {"summary", "remedy"}
             for page in re.findall(r"docs/[\w/]+\.md", rule["annotations"]["remedy"]):
                 assert (ROOT / page).exists(), page
+
+
+def test_what_rules_and_pages_ask_for_is_on_the_metrics_page() -> None:
+    page, _ = metrics_page(filled_stats(), "")
+    there = set(re.findall(r"^(?:# TYPE )?(prefixd_\w+)", page.decode(), re.MULTILINE))
+    for file in (RULES, ROOT / "docs/monitoring.md", ROOT / "deploy/grafana/prefixd.json"):
+        named = set(re.findall(r"\bprefixd_\w+", file.read_text())) - {"prefixd_", "prefixd_model_"}
+        assert len(named) > 10 and not named - there, file

@@ -297,8 +297,7 @@ GPU_TESTS := tests/worker tests/swap tests/cache tests/integrations
 # Those start processes and compile kernels, and run side by side where pytest-xdist is there; the others count what the
 # GPU has left, and run alone.
 GPU_TESTS_TOGETHER := tests/server/generation/test_generate_on_cuda.py tests/worker/attention/test_extent_attention.py \
-	$(addprefix tests/worker/test_,attention_on_cuda.py engine_on_cuda.py images_on_cuda.py steps_on_cuda.py \
-	windows_on_cuda.py worker_process.py)
+	$(addprefix tests/worker/,on_cuda test_worker_process.py)
 GPU_RESULTS ?= benchmarks/results
 
 gpu-check: export PYTHONPATH := .:swap:scheduler:$(PYTHONPATH)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Sampling
 from prefixd.client.inference import Tokens
-from tests.worker.test_images import picture
+from tests.worker.images.test_images import picture
 from tests.worker.tiny_models import IMAGE_TOKEN, save_image_model
 
 SPECIAL = ["<image>", "<video>", "<begin>", "<end>"]

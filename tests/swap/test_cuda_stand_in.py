@@ -35,10 +35,7 @@ SUITES = {
     ),
     "worker and server": (
         [
-            *(
-                TESTS / f"worker/test_{name}_on_cuda.py"
-                for name in ("attention", "engine", "images", "steps", "windows")
-            ),
+            TESTS / "worker/on_cuda",
             TESTS / "worker/memory/test_shared_frames.py",
             TESTS / "cache/tiers/test_tiers_on_cuda.py",
             TESTS / "server/generation/test_generate_on_cuda.py",

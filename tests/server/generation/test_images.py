@@ -17,7 +17,7 @@ from prefixd.client import Client, InvalidArgumentError, Sampling, UnsupportedEr
 from prefixd.client.inference import Finished, Tokens
 from tests.daemons import Remote
 from tests.waiting import wait_until
-from tests.worker import test_images as worker_tests
+from tests.worker.images import test_images as worker_tests
 
 pytestmark = pytest.mark.slow
 

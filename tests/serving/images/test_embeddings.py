@@ -19,7 +19,7 @@ from prefixd.server.prefixes.prefix_keys import Prefix
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
-from tests.worker import test_images as worker_tests
+from tests.worker.images import test_images as worker_tests
 
 BLOCK, NEW, LONG = 16, 6, 40
 FRAMES = 80

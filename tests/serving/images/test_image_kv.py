@@ -28,7 +28,7 @@ from prefixd.serving.request.request_events import Ended
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.waiting import until
-from tests.worker import test_images as worker_tests
+from tests.worker.images import test_images as worker_tests
 
 BLOCK, NEW = LEAST_BLOCK_TOKENS, 6
 picture, text = worker_tests.picture, worker_tests.text

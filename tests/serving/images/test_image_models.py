@@ -17,7 +17,7 @@ import pytest
 from prefixd.base.sampling import BeamSearch
 from tests.serving.dispatch.model_bench import open_model_bench
 from tests.slow import slow_but
-from tests.worker import test_images as worker_tests
+from tests.worker.images import test_images as worker_tests
 from tests.worker.tiny_models import IMAGES
 
 BLOCK, NEW, LONG = 16, 8, 40

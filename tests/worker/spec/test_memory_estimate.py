@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from prefixd.worker.spec.memory_estimate import encoder_bytes
-from tests.worker.test_images import Vision, picture
+from tests.worker.images.test_images import Vision, picture
 from tests.worker.tiny_models import IMAGES
 
 

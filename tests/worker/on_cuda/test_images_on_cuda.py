@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
-from tests.worker.test_images import Vision, picture, text
+from tests.worker.images.test_images import Vision, picture, text
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 

@@ -31,7 +31,7 @@ class Chat:
 
     messages: Sequence[Message]
     characters: int
-    """In all texts together."""
+    """In all texts together, and some for each message: how long the chat takes to tokenize, about."""
     variables: Mapping[str, Any]
     """For the template, such as `{"enable_thinking": False}`."""
     begin_answer: bool = True

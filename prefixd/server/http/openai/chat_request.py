@@ -17,6 +17,7 @@ from prefixd.serving.text.chat_template import Chat
 
 MOST_PARTS = 16384
 """Messages and parts of messages of one request, so that reading them takes milliseconds."""
+_AROUND = 8  # characters that a template writes around a message or a part, at least: empty ones are work, too
 _LONGEST_EMPTY = 16  # bytes: `null`, `[]`, `{}`, perhaps with spaces
 _NAMES = (b'"role"', b'"type"', b"\\u006", b"\\u007")  # the latter: a name that is written in escapes
 
@@ -159,7 +160,7 @@ def _read_messages(raw: Raw) -> _Conversation:
         for name in ("name", "reasoning_content"):
             if (value := getattr(message, name)) is not None:
                 read[name] = value
-        characters += sum(len(value) for value in read.values() if isinstance(value, str))
+        characters += _AROUND * (1 + len(parts)) + sum(len(value) for value in read.values() if isinstance(value, str))
         messages.append(read)
     return _Conversation(messages, images, characters)
 

@@ -25,6 +25,7 @@ from prefixd.server.http.openai.openai_routes import _read
 from prefixd.server.http.openai.sampling_fields import FieldError
 from prefixd.server.http.openai.token_lists import read_prompts
 from prefixd.serving.request.request_events import Ended, NewTokens
+from prefixd.serving.text.chat_template import Chat
 from prefixd.worker_protocol.protocol import TokenLogprobs
 from tests.server.http.openai.conftest import CONTEXT, Front, prompt_tokens, tokens_of
 from tests.waiting import until
@@ -296,6 +297,13 @@ async def test_images_are_files_in_the_request(front: Front) -> None:
     assert "not valid base64" in (await front.chat_error(400, **ask("data:image/png;base64,ab*c")))["message"]
     good = "data:image/png;base64," + base64.b64encode(bytes(1000)).decode()
     assert "1 images, and the model reads text alone" in (await front.chat_error(400, **ask(good)))["message"]
+
+
+def test_empty_messages_and_parts_count_as_work() -> None:
+    part = {"type": "text", "text": ""}
+    for messages in ([{"role": "", "content": ""}] * 8000, [{"role": "user", "content": [part] * 8000}]):
+        (params,) = _read(json.dumps({"messages": messages}).encode(), ChatRequest).prompts
+        assert isinstance(params.prompt, Chat) and params.prompt.characters > 32 << 10, "no short text"
 
 
 async def test_what_is_no_request_is_refused(front: Front) -> None:

@@ -18,7 +18,8 @@ from prefixd.observability.explanations import Difference, Elsewhere
 from prefixd.observability.missing_blocks import MissingBlocks
 
 _MOST_SIBLINGS = 4096
-_COMPARED_AT_ONCE = 4096  # blocks, in 0.5 ms with 16 tokens each
+_SCANNED_AT_ONCE = 4096  # rows of the trie
+_COMPARED_AT_ONCE = 1 << 16  # tokens, in 0.5 ms
 _MOST_NAMESPACES = 4096
 _NAMESPACES_AT_ONCE = 64
 
@@ -39,13 +40,13 @@ async def find_difference(cache: TieredCache, missing: MissingBlocks) -> Differe
         if each is None:
             continue
         if not missing.parent_key:
-            for start in range(0, trie.rows, _COMPARED_AT_ONCE):
-                part = slice(start, min(start + _COMPARED_AT_ONCE, trie.rows))
+            for start in range(0, trie.rows, _SCANNED_AT_ONCE):
+                part = slice(start, min(start + _SCANNED_AT_ONCE, trie.rows))
                 rows = start + np.flatnonzero(trie.parent[part] == each.root)
-                best = _nearer(best, _compare(trie, rows[trie.namespace[rows] == each.ordinal], wanted))
+                best = _nearer(best, await _compare_all(trie, rows, each, each.root, wanted))
                 await give_way()
         elif (parent := trie.find(each.ordinal, missing.parent_key)) is not None:
-            best = _nearer(best, _compare(trie, _children(trie, parent), wanted))
+            best = _nearer(best, await _compare_all(trie, _children(trie, parent), each, parent, wanted))
     if best is None:
         return None
     place, equal, expected = best
@@ -65,6 +66,20 @@ def _children(trie: Trie, parent: int) -> Rows:
         found.append(row)
         row = int(trie.next_sibling[row])
     return np.array(found, np.int64)
+
+
+async def _compare_all(
+    trie: Trie, rows: Rows, namespace: Namespace, parent: int, wanted: npt.NDArray[np.uint32]
+) -> tuple[int, int, int] | None:
+    """`_compare` in slices, between which others run; of each slice only blocks that are still children of `parent`."""
+    best, step = None, max(1, _COMPARED_AT_ONCE // len(wanted))
+    for start in range(0, len(rows), step):
+        if start:
+            await give_way()
+        part = rows[start : start + step]
+        part = part[(trie.parent[part] == parent) & (trie.namespace[part] == namespace.ordinal)]
+        best = _nearer(best, _compare(trie, part, wanted))
+    return best
 
 
 def _compare(trie: Trie, rows: Rows, wanted: npt.NDArray[np.uint32]) -> tuple[int, int, int] | None:

@@ -14,6 +14,7 @@ from prefixd.cache.index.trie import CPU
 from prefixd.cache.placement.lacked_blocks import note_missing
 from prefixd.observability.explanations import Difference, Elsewhere
 from prefixd.observability.missing_blocks import MissingBlocks
+from prefixd.server.request_records import nearest_prefix
 from prefixd.server.request_records.nearest_prefix import find_difference, find_elsewhere
 from tests.rig import OpenCache
 
@@ -57,6 +58,23 @@ async def test_the_first_token_that_differs(cache: TieredCache) -> None:
     before = missing(cache, home, range(16))
     store(cache, home, range(16))
     assert await find_difference(cache, before) is None, "its own block does not count"
+
+
+async def test_others_run_while_many_blocks_are_compared(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, turns = cache.register(NamespaceSpec("m", TOKENS, (PART,))), 0
+    for number in range(40):
+        store(cache, home, [*range(4), number, 1, 2, 3])
+    lacked = missing(cache, home, [*range(4), 17, 1, 2, 99])
+    at_once = await find_difference(cache, lacked)
+
+    async def give_way() -> None:
+        nonlocal turns
+        turns += 1
+
+    monkeypatch.setattr(nearest_prefix, "give_way", give_way)
+    monkeypatch.setattr(nearest_prefix, "_COMPARED_AT_ONCE", 4 * TOKENS)
+    assert await find_difference(cache, lacked) == at_once is not None
+    assert at_once.token == 7 and turns == 9
 
 
 async def test_a_namespace_that_is_gone_has_nothing(cache: TieredCache) -> None:

@@ -73,7 +73,10 @@ def record_command(
         return
     typer.echo(f"{prefixes:,} prefixes in {file}{'' if tokens else ', by their keys alone (see --tokens)'}")
     if left_out:
-        typer.echo(f"{left_out:,} are left out: they were evicted meanwhile, or did not fit into the file")
+        typer.echo(
+            f"{left_out:,} are left out: they were evicted meanwhile, did not fit into the file, or are of a namespace "
+            "that is not among the 1,000 with most blocks"
+        )
 
 
 def load_command(

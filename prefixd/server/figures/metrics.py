@@ -29,11 +29,18 @@ _Labels = dict[str, str]
 def metrics_page(stats: pb.StatsResponse, accept: str) -> tuple[bytes, str]:
     """Returns the metrics of these figures and of this process, and their content type, in the format that the header
     `Accept` asks for: OpenMetrics, which has exemplars, or Prometheus' text. A thread may call it."""
-    encode, content_type = choose_encoder(accept)
+    encode, content_type = _choose_encoder(accept)
     registry = CollectorRegistry()
     registry.register(MetricsCollector(stats))
     ProcessCollector(registry=registry)
     return encode(registry), content_type
+
+
+def _choose_encoder(accept: str) -> tuple[Any, str]:
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # the library fails for a version such as `1.0*`
+        return choose_encoder("")
 
 
 class MetricsCollector(Collector):

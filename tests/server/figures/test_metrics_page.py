@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,6 +29,12 @@ def test_both_formats_have_the_same_metrics() -> None:
     assert plain["prefixd_traffic_hit_tokens"].type == "counter"
     assert plain["prefixd_build_info"].samples[0].labels.keys() == {"version", "python", "platform"}
     assert plain["process_resident_memory_bytes"].samples[0].value > 0
+
+
+@pytest.mark.parametrize("accept", ["text/plain; version=1.0.0*/*", "text/plain; version=a.b", "*/*, x; version=1.x.0"])
+def test_a_scraper_with_a_wrong_version_gets_a_page(accept: str) -> None:
+    page, content_type = metrics_page(filled_stats(), f"{accept}, text/plain")
+    assert content_type.startswith("text/plain") and b"prefixd_uptime_seconds" in page
 
 
 def test_names_follow_the_conventions() -> None:

@@ -119,6 +119,14 @@ def _what_if(r: Figures) -> str:
     )
 
 
+def _against(r: Figures) -> str:
+    ratios = ", ".join(
+        f"`{name}` {each['ratio']:.3f} ({each['low']:.3f} to {each['high']:.3f})"
+        for name, each in r["operations"].items()
+    )
+    return f"Times of calls over those at commit {r['commit'][:8]}, which had no metrics, records or ghosts: {ratios}"
+
+
 CACHE: Mapping[str, Sentence] = {
     "match.json": _match,
     "shared_memory.json": _shared_memory,
@@ -133,5 +141,6 @@ CACHE: Mapping[str, Sentence] = {
     "remote.json": _remote,
     "wheels.json": _wheels,
     "what_if.json": _what_if,
+    "against.json": _against,
 }
 """By name of the file, in the order of the page."""

@@ -38,7 +38,7 @@ LEAST_REFERENCES = 1000
 """With fewer sampled references there is no estimate."""
 _COMPARED = ("lru", "lfu", "s3-fifo", "weighing")
 _NOTED_S = 2e-6  # what a call spends on a note
-_MOST_CREDIT_S = 0.02
+_MOST_CREDIT_S = 0.002  # saved up while nothing comes; the first calls after that would feel more
 _CREDITED_EVERY_S = 0.05
 _SLICE_S = 0.001
 _QUEUED_PROMPTS = 1024

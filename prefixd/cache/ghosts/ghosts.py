@@ -57,7 +57,7 @@ class SizeEstimate:
         factor: its size, as a multiple of the present one.
         nbytes: its size.
         hit_rate: share of the prompt tokens that it and nearer tiers would have found.
-        margin: the true rate is this near with a probability of 95%.
+        margin: the true rate is this near in about nine of ten cases.
         filled: prompts had enough different blocks to fill it; a larger tier finds the same as long as this is False.
     """
 

@@ -20,8 +20,9 @@ import numpy.typing as npt
 GROUPS = 8
 """Parts of the sample, by hash; how much their hit rates differ says how sure the estimate is."""
 _MARGIN_ERRORS = 3.5
-"""Standard errors to each side. The hit rates of the parts have heavier tails than a normal distribution: with 2.36,
-which cover 95% of that, the true rate was inside in four of five cases (`benchmarks.what_if`, `within_margin`)."""
+"""Standard errors to each side. The hit rates of the parts have heavier tails than a normal distribution: the true rate
+was inside in four of five cases with 2.36, which cover 95% of that, and is in nine of ten with these
+(`benchmarks.what_if`, `within_margin`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Tally:
         return rates
 
     def margins(self) -> npt.NDArray[np.float64]:
-        """[sizes]: the true rates are this near with a probability of 95%, as far as the sample tells."""
+        """[sizes]: the true rates are this near in about nine of ten cases."""
         if not self.asked_tokens:
             return np.ones(self.found.shape[1])
         of_groups = GROUPS * (self.found - self.ours[:, None]) / self.asked_tokens

@@ -37,8 +37,8 @@ def what_if_command(
 
     The daemon estimates it all the time, from a sample of the blocks that prompts asked for since its start; older days
     count less. "found" is the share of the prompt tokens that the tier and nearer ones have, true to the margin beside
-    it in 19 of 20 cases. The present size has two figures: measured, and as the sample says; where they differ much, do
-    not trust the others. One is blocks that were cached before the start: the sample sees them as new.
+    it in about nine of ten cases. The present size has two figures: measured, and as the sample says; where they differ
+    much, do not trust the others. One is blocks that were cached before the start: the sample sees them as new.
     """
     from prefixd.cli.output import json_values as plain
 

@@ -19,7 +19,7 @@ class DaemonTask(StrEnum):
 _ACTOR: ContextVar[str] = ContextVar("actor", default=DaemonTask.NONE)
 
 
-class acting:  # noqa: N801: a context, as `contextlib.closing`
+class acting:  # in lower case, as `contextlib.closing`
     """A context in which a request (its id) or a `DaemonTask` acts; tasks that begin inside have it too."""
 
     __slots__ = ("_actor", "_before")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from prefixd.base.long_work.pacer import give_way
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.disk.damaged_blocks import Damage
-from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.index.trie import DISK, Rows, Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd_swap import IndexUnavailableError, StorageError, round_to_slot
 
@@ -207,8 +207,7 @@ class Scrubber:
     # -- both -----------------------------------------------------------------------------------------------------
 
     def _blocks_on_disk(self) -> int:
-        disk = self._mover.disk
-        return sum(len(disk.records.stored(trie, np.arange(trie.rows))) for trie in self._mover.tries)
+        return sum(int(np.count_nonzero(trie.there[: trie.rows, DISK])) for trie in self._mover.tries)
 
     def _batches(self) -> Iterator[_Batch]:
         """All blocks on disk, found as late as possible."""
@@ -247,8 +246,8 @@ class Scrubber:
             if error is not None:
                 suspects[position] = error
         for counts in (self.counters, progress):
-            counts.checked_blocks += len(blocks)
-            counts.checked_bytes += len(blocks) * _bytes_on_disk(trie)
+            counts.checked_blocks += sum(any(record.parts) for record in expected)
+            counts.checked_bytes += sum(round_to_slot(part.nbytes) for each in expected for part in each.parts if part)
         progress.unreadable += [blocks[at] for at, error in suspects.items() if _is_device_failure(error)]
         doubtful = [blocks[at] for at, error in suspects.items() if not _is_device_failure(error)]
         if len(suspects) < len(blocks) or doubtful:

@@ -84,6 +84,8 @@ class DiskWrites:
         self._lock = lock
         self.written_bytes = 0
         """Bytes of blocks written since the start."""
+        self.written_blocks = 0
+        """Blocks with such bytes; one whose KV groups are written apart counts each time."""
 
     async def write(self, how: Write, rows: Rows) -> int:
         """Writes rows, held in their source, to disk; returns the number that became durable.
@@ -235,6 +237,7 @@ class DiskWrites:
         if how.source is self._placement.tiers.shared:
             trie.checksummed[written] |= (trie.part_mask & groups[stored][:, None]) != 0
         self._placement.put(trie, written, self._store, slots[stored])
+        self.written_blocks += int(np.count_nonzero(groups[stored]))
         self.written_bytes += int(trie.group_bytes[groups[stored]].sum())
         _raise_first(results)
         return batch[~stored]

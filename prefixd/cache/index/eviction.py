@@ -144,6 +144,8 @@ class EvictionColumns(CopyColumns):
         blocks, held = [0] * TIERS, [0] * TIERS
         for each in range(TIERS):
             here = (self.any_part[rows] & np.uint8(1 << each)) != 0
+            if each == DISK:
+                here &= self.there[rows, DISK] != 0  # a record without parts is there for its children alone
             blocks[each] = int(np.count_nonzero(here))
             held[each] = int(np.count_nonzero(self.held(rows, each) & here))
         here = (self.any_part[rows] & np.uint8(1 << tier)) != 0

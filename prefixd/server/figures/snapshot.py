@@ -173,14 +173,14 @@ class Snapshot:
         )
 
     def _write_back_stats(self) -> pb.WriteBackStats:
-        write_back = self.cache.write_back
+        write_back, writes = self.cache.write_back, self.cache.mover.disk.writes
         placement = self.cache.placement
         return pb.WriteBackStats(
             queued_blocks=placement.queued_blocks,
             queued_bytes=placement.queued_bytes_of.total(),
             limit_bytes=write_back.limit_bytes or 0,
-            written_blocks=write_back.written,
-            written_bytes=self.cache.mover.disk.writes.written_bytes,
+            written_blocks=writes.written_blocks,
+            written_bytes=writes.written_bytes,
             pushed_back_calls=write_back.pushed_back,
         )
 

@@ -48,6 +48,21 @@ async def test_everything_is_checked(make_rig: MakeRig) -> None:
     assert (counters.checked_blocks, counters.damaged_blocks, counters.passes) == (23, 0, 1)
 
 
+async def test_a_record_without_bytes_counts_neither_as_checked_nor_as_written_nor_as_on_disk(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(cpu=3, disk=16)
+    await rig.put([1, 2, 3])
+    rig.clock.now += 10
+    await rig.put([9])
+    assert rig.tiers([1, 2, 3], DISK) == [False, False, True], "the first two have a record for the third's sake"
+    progress = await verified(rig)
+    assert (progress.checked_blocks, progress.total_blocks, progress.checked_bytes) == (1, 1, rig.part_bytes)
+    assert rig.trie.count_copies(slice(0, rig.trie.rows), CPU)[0][DISK] == 1
+    writes = rig.cache.mover.disk.writes
+    assert (writes.written_blocks, writes.written_bytes) == (1, rig.part_bytes)
+
+
 async def test_damage_is_found_and_goes_with_what_continues_it(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=16, disk=32)
     await rig.put([1, 2, 3, 4], durable=True)

@@ -98,6 +98,8 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
         if error.answered:
             raise CommandFailed(str(error), status="UNAVAILABLE") from error
         hint = "Start it with `prefixd serve`, or name it with --address" if here else "Does it need TLS (--tls-ca)?"
+        if "http1.x server" in str(error):
+            raise NoDaemon(str(error), "An HTTP port is there; give the socket, or the port of server.tcp") from error
         raise NoDaemon(str(error), f"Is it running? {hint}") from error
     except UnsupportedError as error:
         remedy = "Start a daemon with a model: `prefixd serve --model DIR` or --embedded"

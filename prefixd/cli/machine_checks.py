@@ -89,13 +89,15 @@ def _read_limits(pid: int) -> dict[str, str]:
 
 
 def _check_descriptors(limit: str) -> Check:
+    number = f"{int(limit):,}" if limit.isdecimal() else limit or "any number"
+    found = f"a process may have {number}"
     if limit.isdecimal() and int(limit) < _DESCRIPTORS:
         return Check(
             "file descriptors",
-            f"a process may have {limit}",
+            found,
             f"raise it to {_DESCRIPTORS} or more: `ulimit -n {_DESCRIPTORS}`, or LimitNOFILE= in a systemd unit",
         )
-    return Check("file descriptors", f"a process may have {limit or 'any number'}")
+    return Check("file descriptors", found)
 
 
 def _check_mappings() -> Check:

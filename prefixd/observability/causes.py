@@ -163,7 +163,9 @@ def _why_computed(record: RequestRecord, findings: Findings) -> tuple[Cause, str
             f"none of its {tokens:,} tokens can be cached: the cache has whole blocks, and it is no longer than one"
         )
     if missing is None:
-        return Cause.REST, f"{computed:,} tokens behind the last whole cached block are always computed"
+        behind = "1 token" if computed == 1 else f"{computed:,} tokens"
+        verb = "is" if computed == 1 else "are"
+        return Cause.REST, f"{behind} behind the last whole cached block {verb} always computed"
     if findings.evicted:
         return _eviction(findings.evicted[0].removal, there, record.arrival_s)
     if findings.elsewhere is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -583,6 +584,28 @@ def test_only_a_daemon_that_did_not_answer_may_not_be_running(cli: Cli, daemon: 
         assert (result.exit_code, result.stderr) == (1, said)
     daemon.answers = False  # gRPC's own UNAVAILABLE, such as of a connection that broke
     assert "Is it running?" in cli("stats", "--address", daemon.address).stderr
+
+
+class OldHttp(socketserver.BaseRequestHandler):
+    """Answers as a server that knows HTTP/1 alone."""
+
+    def handle(self) -> None:
+        self.request.recv(4096)
+        self.request.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+
+
+def test_an_http_port_is_told_from_a_daemon_that_does_not_run(cli: Cli) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), OldHttp) as server:
+        answering = threading.Thread(target=server.serve_forever)
+        answering.start()
+        try:
+            result = cli("stats", "--address", f"127.0.0.1:{server.server_address[1]}")
+        finally:
+            server.shutdown()
+            answering.join()
+    assert result.exit_code == 1
+    assert "An HTTP port is there; give the socket, or the port of server.tcp" in result.stderr
+    assert "Is it running?" not in result.stderr
 
 
 @pytest.mark.parametrize("address", ["nonsense", "http://gpu-1:7070", "[::1", "::1:7070", "gpu-1:0"])

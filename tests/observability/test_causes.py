@@ -86,6 +86,8 @@ def test_a_tier_that_was_degraded() -> None:
     assert named(computed(degraded=("disk tier",)))[0] is Cause.DEGRADED
     assert named(computed(uncached=True, missing=0))[0] is Cause.UNCACHED
     assert named(computed(9, missing=0))[0] is Cause.REST
+    cause, sentence = named(computed(10, missing=0, prompt_tokens=161))
+    assert cause is Cause.REST and "1 token behind the last whole cached block is always computed" in sentence
 
 
 def test_a_prompt_without_a_block_that_could_be_cached() -> None:

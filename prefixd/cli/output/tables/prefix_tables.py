@@ -92,7 +92,7 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool, tex
     out = console()
     of = f" of {prefix.tenant}" if prefix.tenant not in ("", "default") else ""
     out.print(Text(f"{prefix.key} in {_namespace_name(prefix)} ({prefix.namespace_id.hex()}){of}"))
-    hits = f", {prefix.hits:,} hits" if prefix.hits else ""
+    hits = f", {prefix.hits:,} {'hit' if prefix.hits == 1 else 'hits'}" if prefix.hits else ""
     out.print(
         f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {as_size(prefix.nbytes)}, "
         f"idle {duration(prefix.idle_s)}{hits}"

@@ -58,8 +58,9 @@ def print_request_list(requests: Sequence[pb.RequestInfo]) -> None:
     numbers = ("first token", "cached", "of")
     made = table("request", "tenant", *numbers, "outcome", "why", right=numbers)
     for request in map(cleaned, requests):
-        late_s = request.first_token_s if request.HasField("first_token_s") else request.ended_s
-        known = request.HasField("first_token_s") or request.HasField("ended_s")
+        has_token = request.HasField("first_token_s")
+        late_s = request.first_token_s if has_token else request.ended_s  # engines' calls have no token
+        known = has_token or (request.HasField("ended_s") and request.kind != "generate")
         made.add_row(
             Text(request.id),
             Text(request.tenant),
@@ -172,7 +173,7 @@ def _missing(missing: pb.MissingInfo) -> Iterator[str]:
 
 
 def _token(identity: int, text: str) -> str:
-    return f"{identity} {text!r}" if text else str(identity)
+    return f"{identity} '{text}'" if text else str(identity)
 
 
 def _tiers(found: Iterable[pb.TierTokens]) -> str:

@@ -43,7 +43,14 @@ REQUEST = pb.RequestInfo(
         missing_blocks=240,
         block_tokens=16,
         difference=pb.TokenDifference(
-            token=163, block=10, expected_id=7, actual_id=8, expected_text="a", equal_tokens=15, compared_tokens=16
+            token=163,
+            block=10,
+            expected_id=7,
+            actual_id=8,
+            expected_text="a",
+            actual_text="\n",
+            equal_tokens=15,
+            compared_tokens=16,
         ),
         evictions=[
             pb.Eviction(blocks=32, before_s=90.0, tier=cache_pb2.TIER_CPU, reason="room", tenant="b", by="r6-11")
@@ -75,7 +82,7 @@ def test_a_request_is_explained(
         "The first token came after 2.00 s.",
         "160 in disk when it came; used: nothing",
         "240 blocks of 16 tokens, from token 160 on",
-        "token 163 (block 10) is 8, and 7 'a' in the nearest cached prefix; 15 of the block's 16 tokens are equal",
+        r"token 163 (block 10) is 8 '\n', and 7 'a' in the nearest cached prefix; 15 of the block's 16 tokens",
         "32 of 32 looked for, 0:01:30 before, from cpu: room was needed for tenant b, by r6-11",
         "namespace m of tenant a has its first block; it differs in salt",
         "9 blocks in disk: loading was estimated at 3.00 s, computing at 250.0 ms",
@@ -90,7 +97,13 @@ def test_a_request_is_explained(
 
 
 def test_the_last_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_request_list([REQUEST, pb.RequestInfo(id="r8", prompt_tokens=5, cause="behind_others")])
-    first, second = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith((" r7", " r8")))
+    runs = pb.RequestInfo(id="r8", prompt_tokens=5, cause="behind_others")
+    refused = pb.RequestInfo(id="r9", kind="generate", ended_s=1.0, outcome="refused", cause="refused")
+    call = pb.RequestInfo(id="c1", kind="load", ended_s=1.0, outcome="ok", cause="all_cached")
+    print_request_list([REQUEST, runs, refused, call])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    first, second, third, fourth = (words for words in lines if words and words[0].startswith(("r7", "r8", "r9", "c1")))
+    assert third == ["r9", "-", "0", "0", "refused", "refused"]
+    assert fourth[:3] == ["c1", "1.00", "s"]
     assert first[:5] == ["r7-4be2a0", "a", "2.00", "s", "0"] and first[-1] == "evicted"
     assert second == ["r8", "-", "0", "5", "runs", "behind", "others"]

@@ -33,14 +33,14 @@ class TraceRequest:
 def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
     """Yields the first `limit` requests. Leaves out ids of partly filled blocks, and empty lines.
 
-    Raises ConfigError with the file, the line and its fault; if the file is missing, with a URL of traces.
+    Raises ConfigError with the file, the line and its fault; if the file is missing, with where to get one.
     """
     try:
         lines = file.open("rb")
     except FileNotFoundError as error:
         raise ConfigError(
-            f"there is no trace at {file}: get one from https://github.com/kvcache-ai/Mooncake "
-            "(FAST25-release/traces) and name it with --trace"
+            f"there is no trace at {file}: record one with `prefixd trace record`, or get one from "
+            "https://github.com/kvcache-ai/Mooncake (FAST25-release/traces), and name it with --trace"
         ) from error
     with lines:
         found = 0

@@ -69,7 +69,7 @@ class Transcript:
         end = self._ends.get(index)
         if end is None:
             return f"[{index}]"
-        return f"[{index}: {end.output_tokens} tokens, {end.reason.value}{self._logprob(end)}]"
+        return f"[{index}: {_tokens(end.output_tokens)}, {end.reason.value}{self._logprob(end)}]"
 
     def _print_figures(self, finished: Finished) -> None:
         # The best of several sequences has an end of its own; the last event counts all that were computed.
@@ -77,8 +77,8 @@ class Transcript:
         others = f"; {finished.output_tokens} tokens in all sequences" if end is not finished else ""
         hits = ", ".join(f"{tokens} from {tier.name.lower()}" for tier, tokens in finished.hit_tokens.items() if tokens)
         typer.secho(
-            f"[{end.output_tokens} tokens ({end.reason.value}){self._logprob(end)}, "
-            f"first after {finished.ttft_s:.2f} s; prompt of {finished.prompt_tokens} tokens, "
+            f"[{_tokens(end.output_tokens)} ({end.reason.value}){self._logprob(end)}, "
+            f"first after {finished.ttft_s:.2f} s; prompt of {_tokens(finished.prompt_tokens)}, "
             f"cached: {hits or 'none'}{others}]",
             err=True,
             dim=True,
@@ -87,3 +87,7 @@ class Transcript:
     def _logprob(self, end: SequenceFinished | Finished) -> str:
         total = end.cumulative_logprob
         return "" if total is None else f", {self._figure} {total:.3f}"
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"

@@ -135,7 +135,7 @@ def test_a_trace_that_cannot_be_read_is_named(cli: Cli, trace: Path, tmp_path: P
         assert done.exit_code == 2
         return str(done.stderr)
 
-    assert "get one from https://github.com/kvcache-ai/Mooncake" in said(tmp_path / "none.jsonl")
+    assert "record one with `prefixd trace record`, or get one from https://github.com" in said(tmp_path / "none.jsonl")
     trace.write_text('{"timestamp": 0}\n')
     assert "line 1: hash_ids is not a list" in said(trace)
     trace.write_text("")

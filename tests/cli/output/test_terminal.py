@@ -20,7 +20,7 @@ from prefixd.cli.output.tables import answer_tables as render
 from prefixd.cli.output.tables import prefix_tables
 from prefixd.cli.output.terminal import LogFormatter, cleaned, shown
 from prefixd.cli.output.transcript import Transcript
-from prefixd.client import Tokens
+from prefixd.client import Finished, FinishReason, Tokens
 from prefixd.v1 import admin_pb2 as pb
 
 EVIL = "\x1b[2Jevil\n\u202eFORGED\r\x07"
@@ -143,3 +143,12 @@ def test_generated_text_is_harmless_on_a_terminal(
     transcript = Transcript(1, has_text=True, searched=False)
     transcript.show(Tokens((1,), "a\n\tb\x1b[2J"))
     assert stream.getvalue() == said
+
+
+def test_one_token_is_not_called_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    Transcript(1, has_text=True, searched=False).show(
+        Finished(
+            FinishReason.STOP, prompt_tokens=1, output_tokens=1, hit_tokens={}, queue_s=0.0, ttft_s=0.25, resumed=0
+        )
+    )
+    assert capsys.readouterr().err == "[1 token (stop), first after 0.25 s; prompt of 1 token, cached: none]\n"

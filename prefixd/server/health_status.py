@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2
 from prefixd.cache import Tiers
 from prefixd.server.rpc.health_service import Health
 from prefixd.serving.models.models import Models
+from prefixd.serving.models.worker_process import WorkerState
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 TIER_HEALTH = "prefixd.tier."
@@ -66,7 +67,7 @@ class HealthStatus:
         if self._models is None:
             return []
         workers = {name: host.worker for name, host in self._models.hosts.items()}
-        if any(worker.ready for worker in workers.values()):
+        if any(worker.state is WorkerState.READY for worker in workers.values()):
             return []
         return [
             f"the worker of {name} was given up ({worker.failure})" if worker.failure else f"the model {name} loads"

@@ -39,6 +39,7 @@ def test_a_commit_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not (against.ROOT / ".git").exists(), reason="needs the repository's history")
 def test_a_run_against_the_same_commit(tmp_path: Path) -> None:
     commit = subprocess.check_output(["git", "-C", str(against.ROOT), "rev-parse", "HEAD"], text=True).strip()
     result = result_of("against", tmp_path, commit, "--launches", "1", "--rounds", "1", "--most", "100")

@@ -97,6 +97,12 @@ def test_every_command_for_a_daemon_can_reach_one_on_another_host() -> None:
         assert flags >= {"--tls-ca", "--tls-cert", "--tls-key", "--token-file"}, name
 
 
+def test_stats_of_more_than_a_day_are_refused_by_the_options_name(cli: Cli) -> None:
+    result = cli("stats", "--last", "3d")
+    assert result.exit_code == 2
+    assert "--last 3d: the daemon remembers a day; write 1d or less" in " ".join(result.stderr.split())
+
+
 def test_stats(cli: Cli, daemon: Any) -> None:
     out = " ".join(cli("stats", "--address", daemon.address).stdout.split())
     for words in (

@@ -23,6 +23,7 @@ FLUSH_EXAMPLES = examples("prefixd flush")
 DRAIN_EXAMPLES = examples("prefixd drain", "prefixd drain --shutdown")
 UNDRAIN_EXAMPLES = examples("prefixd undrain")
 _WATCH_S = 2.0
+_DAY_S = 24 * 3600.0
 
 
 def stats_command(
@@ -58,6 +59,8 @@ def stats_command(
         last_s = 0.0 if last is None else parse_duration(last)
     except ValueError as error:
         raise WrongUsage(f"--last: {error}") from None
+    if last_s > _DAY_S:
+        raise WrongUsage(f"--last {last}: the daemon remembers a day; write 1d or less")
     show = render.print_stats if last is None else period_tables.print_period
     if seconds is not None and not watch:
         raise WrongUsage(f"{seconds:g} seconds without --watch; write `prefixd stats --watch {seconds:g}`")

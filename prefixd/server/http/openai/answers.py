@@ -21,6 +21,8 @@ from prefixd.serving.generation import SequenceFinished, Tokens
 MOST_LOGPROBS_KEPT = 1 << 19
 """Logprobs of an answer that is no stream: some 45 MiB of JSON, kept and sent in pieces."""
 _DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = tuple((character.encode(), rb"\u%04x" % ord(character)) for character in "\x85\u2028\u2029")
+"""JSON need not escape them, but clients that read lines of text (httpx's `iter_lines`) end a line there."""
 
 
 @dataclass(slots=True)
@@ -177,4 +179,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    event = msgspec.json.encode(value)
+    for character, escaped in _LINE_ENDS:
+        event = event.replace(character, escaped)
+    return b"data: " + event + b"\n\n"

@@ -90,6 +90,17 @@ async def test_a_stream_has_role_text_reason_and_usage(front: Front) -> None:
     assert used == [3, 5, 5]
 
 
+async def test_an_event_is_one_line_for_clients_that_read_lines_of_text(front: Front) -> None:
+    said = "a\x85b\u2028c\u2029d\x0b\x1ce\u20a8"  # all that `str.splitlines` splits at, and a neighbour
+    front.dispatcher.answer = [NewTokens(tokens_of(said)), Ended("stop")]
+    body = {"model": "model", "prompt": "x", "stream": True}
+    async with front.http.stream("POST", "/v1/completions", json=body) as answer:
+        *events, done = [line async for line in answer.aiter_lines() if line]
+    assert done == "data: [DONE]"
+    texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert "".join(texts) == said
+
+
 async def test_several_prompts_and_answers_have_numbers_in_order(front: Front) -> None:
     answer = await front.client.completions.create(model="model", prompt=["one", "two", "three"], n=2, max_tokens=7)
     assert [choice.index for choice in answer.choices] == list(range(6))

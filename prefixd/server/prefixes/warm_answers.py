@@ -9,11 +9,11 @@ import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.long_work.pacer import Pacer, give_way
-from prefixd.base.rules.rule_messages import from_message
-from prefixd.cache import Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
+from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
-from prefixd.cache.namespaces import check_part_count, namespace_digest
+from prefixd.cache.namespaces import namespace_digest
 from prefixd.cache.placement.paths import find_path
+from prefixd.server.namespace_messages import namespace_spec
 from prefixd.server.prefixes.prefix_keys import find_prefix
 from prefixd.server.tier_runs import tier_runs
 from prefixd.v1 import admin_pb2 as pb
@@ -92,16 +92,7 @@ class WarmAnswers:
                 f"there is no tenant {request.tenant!r} here yet; define it in the settings, or warm up once it has "
                 "called"
             )
-        wanted = request.namespace
-        check_part_count(len(wanted.parts))  # before a part is read
-        spec = NamespaceSpec(
-            name=wanted.name,
-            block_tokens=wanted.block_tokens,
-            parts=tuple(PartSpec(part.group, part.rank, part.nbytes, from_message(part)) for part in wanted.parts),
-            dtype=wanted.dtype,
-            layout=wanted.layout,
-            tenant=request.tenant,
-        )
+        spec = namespace_spec(request.namespace, request.tenant, salt=b"")
         if namespace_digest(spec) != request.namespace_id:
             raise NotFoundError(
                 f"namespace {named} of tenant {request.tenant} is not known here, and it has a salt (a secret) "

@@ -23,19 +23,18 @@ from prefixd.base.errors import (
     UnavailableError,
 )
 from prefixd.base.long_work.pacer import Pacer, give_way
-from prefixd.base.rules.rule_messages import from_message
 from prefixd.base.tiers import Tier
-from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Reservation, Session, TieredCache
+from prefixd.cache import Namespace, Reservation, Session, TieredCache
 from prefixd.cache.cache import MAX_BLOCKS
 from prefixd.cache.index.trie import TIERS
 from prefixd.cache.moving.beginnings import Reader
-from prefixd.cache.namespaces import check_part_count
 from prefixd.cache.sessions.leasing import NO_OFFSET, Asked, BlockTiers
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd.observability.request_log import RequestLog
 from prefixd.observability.request_record import Kind, RequestRecord, StageName
 from prefixd.server.drain_state import Draining
 from prefixd.server.kv_events import Watches
+from prefixd.server.namespace_messages import namespace_spec
 from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import deliver, granting, unary
 from prefixd.server.rpc.receiving import current_caller
@@ -142,17 +141,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
         """Opens a namespace, which names everything that must be equal for KV to be reusable, to the session."""
         session = self._session(request.session_id)
-        wanted = request.namespace
-        check_part_count(len(wanted.parts))  # before a part is read
-        spec = NamespaceSpec(
-            name=wanted.name,
-            block_tokens=wanted.block_tokens,
-            parts=tuple(PartSpec(part.group, part.rank, part.nbytes, from_message(part)) for part in wanted.parts),
-            salt=wanted.salt,
-            dtype=wanted.dtype,
-            layout=wanted.layout,
-            tenant=session.tenant.name,
-        )
+        spec = namespace_spec(request.namespace, session.tenant.name, request.namespace.salt)
         namespace = await self._cache.open_namespace(session, spec)
         return pb.RegisterNamespaceResponse(namespace_id=namespace.id)
 

@@ -47,6 +47,10 @@ class ShrinkError(StorageError):
     """The capacity is below the bytes of slabs with blocks, and the caller does not allow deleting them."""
 
 
+class EncodingError(StorageError):
+    """Encoded bytes cannot be decoded: no codec of this version has written them."""
+
+
 class ChecksumError(StorageError):
     """Bytes read from disk are not the bytes that were written."""
 

@@ -49,7 +49,8 @@ class CostModel:
     - Computing: a fixed time for each pass, one for each token, and one for each pair of a token and one that it
       attends to.
     - Embedding images: a time for each image, and one for each block of its embedding.
-    - A load or store: a latency, and a time for each byte, including those that wait before it on the same path.
+    - A load or store: a latency, and a time for each byte, including those that wait before it on the same path. Of a
+      load also a time for each byte that is decoded: a tier may keep blocks as they are beside blocks in fewer bytes.
 
     Each is learned by `Seconds`. An estimate is None before the first observation: a tier is passed over only after its
     loads were observed to be slower than computing. A tier that is passed over is not observed any more, so that one
@@ -64,7 +65,7 @@ class CostModel:
             raise InvalidValueError(f"probe_every is {probe_every}; pass 2 or more, or every load would be made")
         self._compute: Seconds | PrefillCost = Seconds(3)
         self._encode = Seconds(2)
-        self._loads = {distance: Seconds(2) for distance in LOADED_FROM}
+        self._loads = {distance: Seconds(3) for distance in LOADED_FROM}
         self._stores = {distance: Seconds(2) for distance in LOADED_FROM}
         self._refusals = dict.fromkeys(LOADED_FROM, 0)
         self._refused_swaps = dict.fromkeys(LOADED_FROM, 0)
@@ -97,17 +98,23 @@ class CostModel:
         if images:
             self._encode.observe((float(blocks), float(images)), elapsed_s)
 
-    def observe_load(self, distance: Distance, nbytes: int, elapsed_s: float) -> None:
+    def observe_load(self, distance: Distance, nbytes: int, elapsed_s: float, decoded_bytes: int = 0) -> None:
         """`nbytes` came to the GPU from `distance` in `elapsed_s` seconds, latency included.
+
+        Args:
+            distance: where they were.
+            nbytes: as they were kept there: of a coded block its stored bytes.
+            elapsed_s: seconds.
+            decoded_bytes: the bytes that were made of coded blocks.
 
         Raises:
             InvalidValueError: nothing is loaded from that distance, or a number is negative or not finite.
         """
         if distance not in self._loads:
             raise InvalidValueError(f"a load from {distance.name}; loads come from {_FROM}")
-        _check("load", elapsed_s, nbytes)
+        _check("load", elapsed_s, nbytes, decoded_bytes)
         if nbytes:
-            self._loads[distance].observe((float(nbytes), 1.0), elapsed_s)
+            self._loads[distance].observe((float(nbytes), 1.0, float(decoded_bytes)), elapsed_s)
 
     def observe_store(self, distance: Distance, nbytes: int, elapsed_s: float) -> None:
         """`nbytes` went from the GPU to `distance` in `elapsed_s` seconds, making room there included.
@@ -130,13 +137,13 @@ class CostModel:
         """Estimated seconds to embed `images` images of `blocks` blocks together; None before the first observation."""
         return self._encode.estimate_s((float(blocks), float(images))) if images else 0.0
 
-    def load_s(self, nbytes: int, distance: Distance, queued_bytes: int = 0) -> float | None:
+    def load_s(self, nbytes: int, distance: Distance, queued_bytes: int = 0, decoded_bytes: int = 0) -> float | None:
         """Estimated seconds to bring `nbytes` up from `distance` behind `queued_bytes` that wait or move on that path:
-        0 from the GPU, None if never observed."""
+        0 from the GPU, None if never observed. Bytes as in `observe_load`."""
         if distance is Distance.GPU or not nbytes:
             return 0.0
         known = self._loads.get(distance)
-        return None if known is None else known.estimate_s((float(nbytes + queued_bytes), 1.0))
+        return None if known is None else known.estimate_s((float(nbytes + queued_bytes), 1.0, float(decoded_bytes)))
 
     def store_s(self, nbytes: int, distance: Distance) -> float | None:
         """Estimated seconds to bring `nbytes` down to `distance`; None if never observed."""

@@ -30,11 +30,19 @@ _PROBED = 16
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Neighbouring blocks of a cached prefix whose nearest copy is in one tier, in the order of the prompt."""
+    """Neighbouring blocks of a cached prefix whose nearest copy is in one tier, in the order of the prompt.
+
+    Attributes:
+        distance: of that tier.
+        tokens: of the blocks.
+        nbytes: that are loaded, as the tier keeps them: of a coded block its stored bytes.
+        decoded_bytes: the bytes that are made of the coded ones among these blocks.
+    """
 
     distance: Distance
     tokens: int
     nbytes: int
+    decoded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,18 +215,20 @@ class _Planner:
     def _compute_s(self, begin: int, end: int) -> float:
         return self._cost.compute_s(end - begin, begin) or 0.0
 
-    def _loads(self, begin: int, end: int) -> Iterator[tuple[int, Distance, int]]:
-        """For each tier to load from between two lengths: the bytes, the tier, and the bytes queued there."""
+    def _loads(self, begin: int, end: int) -> Iterator[tuple[int, Distance, int, int]]:
+        """For each tier to load from between two lengths: the bytes, the tier, the bytes queued there, and the decoded
+        bytes."""
         nbytes: dict[Distance, int] = {}
+        decoded: dict[Distance, int] = {}
         at = 0
         for stretch in self._stretches:
             tokens = min(end, at + stretch.tokens) - max(begin, at)
-            if tokens > 0 and stretch.distance is not Distance.GPU:
-                share = stretch.nbytes * tokens // stretch.tokens
-                nbytes[stretch.distance] = nbytes.get(stretch.distance, 0) + share
+            if tokens > 0 and (distance := stretch.distance) is not Distance.GPU:
+                nbytes[distance] = nbytes.get(distance, 0) + stretch.nbytes * tokens // stretch.tokens
+                decoded[distance] = decoded.get(distance, 0) + stretch.decoded_bytes * tokens // stretch.tokens
             at += stretch.tokens
         for distance, count in nbytes.items():
-            yield count, distance, self._queued_bytes.get(distance, 0)
+            yield count, distance, self._queued_bytes.get(distance, 0), decoded[distance]
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd_scheduler import CostModel, Distance, InvalidValueError
@@ -89,6 +89,42 @@ def test_a_disk_that_turns_slow_is_known_as_soon_as_a_load_of_each_size_was_seen
         assert costs.load_s(nbytes, Distance.DISK) == pytest.approx(0.003 + nbytes / 100e6, rel=0.05)
 
 
+@settings(max_examples=50)
+@given(
+    bytes_per_s=st.floats(1e7, 1e10),
+    decoded_per_s=st.floats(1e8, 1e10),
+    ratio=st.sampled_from([0.38, 0.52, 0.7]),
+    seed=st.integers(0, 1000),
+)
+def test_blocks_as_they_are_and_coded_ones_are_told_apart(
+    bytes_per_s: float, decoded_per_s: float, ratio: float, seed: int
+) -> None:
+    def load(raw: int, exact: int) -> tuple[int, float, int]:
+        moved = raw + round(ratio * exact)
+        return moved, 1e-3 + moved / bytes_per_s + exact / decoded_per_s, exact
+
+    costs, source = CostModel(), random.Random(seed)
+    for _ in range(60):
+        nbytes, coded = source.choice([MIB, 4 * MIB, 16 * MIB, 64 * MIB]), source.choice([0.0, 0.5, 1.0])
+        moved, elapsed_s, decoded = load(round((1 - coded) * nbytes), round(coded * nbytes))
+        costs.observe_load(Distance.DISK, moved, elapsed_s, decoded)
+    for raw, exact in [(32 * MIB, 0), (0, 32 * MIB), (24 * MIB, 8 * MIB), (8 * MIB, 24 * MIB)]:
+        moved, elapsed_s, decoded = load(raw, exact)
+        estimate_s = costs.load_s(moved, Distance.DISK, decoded_bytes=decoded)
+        assert estimate_s == pytest.approx(elapsed_s, rel=0.1)
+
+
+def test_a_first_coded_block_counts_its_stored_bytes_until_one_was_decoded() -> None:
+    costs = learned_disk(lambda nbytes: nbytes / 100e6)
+    assert costs.load_s(MIB, Distance.DISK, decoded_bytes=2 * MIB) == costs.load_s(MIB, Distance.DISK)
+    for nbytes in (MIB, 8 * MIB) * 3:
+        costs.observe_load(Distance.DISK, nbytes // 2, nbytes / 2 / 100e6 + nbytes / 400e6, nbytes)
+    assert costs.load_s(MIB, Distance.DISK, decoded_bytes=2 * MIB) == pytest.approx(
+        MIB / 100e6 + 2 * MIB / 400e6, rel=0.1
+    )
+    assert costs.load_s(MIB, Distance.DISK) == pytest.approx(MIB / 100e6, rel=0.1)
+
+
 def test_a_tier_that_is_passed_over_is_probed_now_and_then() -> None:
     costs = slow_disk(probe_every=4)
     assert [costs.probes(Distance.DISK) for _ in range(8)] == [False, False, False, True] * 2
@@ -109,6 +145,7 @@ def test_impossible_observations_are_refused(value: float) -> None:
         lambda: costs.observe_compute(1, value),
         lambda: costs.observe_compute(1, 1.0, value),
         lambda: costs.observe_load(Distance.CPU, 1, value),
+        lambda: costs.observe_load(Distance.CPU, 1, 1.0, value),
         lambda: costs.observe_store(Distance.CPU, 1, value),
         lambda: costs.observe_encode(1, 1, value),
     ):

@@ -42,6 +42,22 @@ def test_a_fast_disk_is_loaded_from_and_a_slow_one_is_not() -> None:
     assert slow.used_tokens == 0
 
 
+def test_a_disk_of_fewer_bytes_is_loaded_from_while_decoding_is_fast() -> None:
+    def costs(decoded_per_s: float) -> CostModel:
+        costs = machine(bandwidth=100e6)  # 2,048 tokens take 0.34 s as they are, and 0.2 s to compute
+        for nbytes in (1 << 18, 1 << 21, 1 << 24):
+            costs.observe_load(Distance.DISK, nbytes, nbytes / 100e6 + 2 * nbytes / decoded_per_s, 2 * nbytes)
+        return costs
+
+    exact = stretch(Distance.DISK, 2048)
+    coded = Stretch(Distance.DISK, 2048, exact.nbytes // 2, exact.nbytes)
+    assert plan(costs(4e9), exact, both=False).front_tokens == 0
+    fast = plan(costs(4e9), coded, both=False)
+    assert fast.front_tokens == 2048
+    assert fast.load_s == pytest.approx(0.0016 + exact.nbytes / 2 / 100e6 + exact.nbytes / 4e9, rel=0.05)
+    assert plan(costs(1e8), coded, both=False).front_tokens == 0
+
+
 def test_both_at_once_meets_where_both_take_as_long() -> None:
     found = plan(machine(bandwidth=2048 * TOKEN_BYTES / 0.2048), stretch(Distance.DISK, 2048))  # as fast as computing
     assert (found.front_tokens, found.computed_tokens, found.loaded_tokens) == (0, 1024, 1024)

@@ -37,8 +37,9 @@ from benchmarks.workloads.talk import talk
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.cli.demo.runner import ask_each_once, measure, settings_for
 from prefixd.client import AsyncClient
-from prefixd.planner.calibrate import measure_machine, measure_passes
-from prefixd.planner.hardware import Calibration, MeasuredCosts
+from prefixd.planner.machine.calibrate import measure_machine, measure_passes
+from prefixd.planner.machine.calibration import Calibration
+from prefixd.planner.machine.pass_costs import MeasuredCosts
 from prefixd.planner.plan_figures import PlanFigures
 from prefixd.planner.planned_models import MODELS
 from prefixd.planner.virtual_daemon import Plan, simulate

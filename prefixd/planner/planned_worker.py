@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from prefixd.planner.hardware import ComputeCosts
+from prefixd.planner.machine.pass_costs import ComputeCosts
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Extend, Start, Step, ToWorker, Update
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from prefixd.base.errors import ConfigError
 from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_integrity
-from prefixd.planner.hardware import ComputeCosts, Way, Ways
+from prefixd.planner.machine.hardware import Way, Ways
+from prefixd.planner.machine.pass_costs import ComputeCosts
 from prefixd.planner.plan_figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.planned_models import PlannedModel
 from prefixd.planner.planned_worker import SimulatedWorker

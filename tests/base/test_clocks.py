@@ -17,7 +17,7 @@ READS_THE_WALL_CLOCK = {
     "prefixd/integrations/vllm/naming/model_name.py": "files carry it; a clock that is set back is seen by `elapsed_s`",
     "prefixd/integrations/vllm/scheduling/scheduler.py": "vLLM stamps requests with it; bounded by `FRONT_END_S`",
     "prefixd/observability/request_log.py": "people and collectors of spans compare it with other logs",
-    "prefixd/planner/calibrate.py": "a seed",
+    "prefixd/planner/machine/calibrate.py": "a seed",
     "prefixd/server/access/audit.py": "people read it, and compare it with other logs",
     "prefixd/server/http/openai/openai_routes.py": "`created`, as OpenAI's answers carry it",
     "prefixd/server/kv_events/publishing/publisher.py": "routers on other hosts get it, as vLLM's events carry it",

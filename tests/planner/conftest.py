@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.planner.hardware import Way, Ways
+from prefixd.planner.machine.hardware import Way, Ways
 from prefixd.planner.planned_models import LayerGroup, PlannedModel
 from prefixd.planner.virtual_daemon import Plan
 from prefixd.planner.workload import PlannedRequest, Workload

@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.planner.calibrate import measure_machine
-from prefixd.planner.hardware import (
-    HARDWARE,
-    Calibration,
-    Hardware,
-    MeasuredCosts,
-    PeakCosts,
-    find_hardware,
-    read_calibration,
-)
+from prefixd.planner.machine.calibrate import measure_machine
+from prefixd.planner.machine.calibration import Calibration, read_calibration
+from prefixd.planner.machine.hardware import HARDWARE, Hardware, find_hardware
+from prefixd.planner.machine.pass_costs import MeasuredCosts, PeakCosts
 from prefixd.planner.planned_models import MODELS, LayerGroup, PlannedModel, find_model
 from prefixd.serving.models.embedded_model import ensure_embedded_model
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.planner.calibrate import fitted_prefill
+from prefixd.planner.machine.calibrate import fitted_prefill
 
 TOKENS = (48, 496, 1008)
 costs = st.floats(0, 1, allow_subnormal=False)

@@ -9,7 +9,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from prefixd.planner.hardware import PeakCosts, find_hardware
+from prefixd.planner.machine.hardware import find_hardware
+from prefixd.planner.machine.pass_costs import PeakCosts
 from prefixd.planner.planned_models import find_model
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, TokenIds, Workload, own_tokens

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.planner.hardware import HARDWARE, PeakCosts
+from prefixd.planner.machine.hardware import HARDWARE
+from prefixd.planner.machine.pass_costs import PeakCosts
 from prefixd.planner.plan_figures import PlanFigures
 from prefixd.planner.planned_models import MODELS, LayerGroup
 from prefixd.planner.virtual_daemon import Plan, simulate

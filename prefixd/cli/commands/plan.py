@@ -22,7 +22,7 @@ from prefixd.cli.failures import WrongUsage, examples
 
 if TYPE_CHECKING:
     from prefixd.planner.curve import Curve
-    from prefixd.planner.hardware import Calibration
+    from prefixd.planner.machine.calibration import Calibration
     from prefixd.planner.planned_models import PlannedModel
     from prefixd.planner.sweep import Point, TracePlan
     from prefixd.planner.virtual_daemon import Plan
@@ -212,7 +212,9 @@ def plan_command(
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
     from prefixd.cli.demo.demo import check_writable
     from prefixd.cli.output.json_values import print_json
-    from prefixd.planner.hardware import PeakCosts, find_hardware, read_calibration
+    from prefixd.planner.machine.calibration import read_calibration
+    from prefixd.planner.machine.hardware import find_hardware
+    from prefixd.planner.machine.pass_costs import PeakCosts
     from prefixd.planner.planned_models import find_model
     from prefixd.planner.plots import check_drawable
     from prefixd.planner.sweep import TracePlan

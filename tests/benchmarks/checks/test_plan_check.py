@@ -13,7 +13,7 @@ from benchmarks.checks import plan_check
 from benchmarks.common.harness import BenchmarkError
 from prefixd.cli.demo.runner import settings_for
 from prefixd.planner import calibrate
-from prefixd.planner.hardware import Calibration
+from prefixd.planner.machine.calibration import Calibration
 from prefixd.planner.plan_figures import PlanFigures
 from prefixd.workloads.latency_figures import Quantiles
 from prefixd.workloads.text_analysis import TextAnalysis

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.planner.hardware import Calibration
+from prefixd.planner.machine.calibration import Calibration
 from tests.waiting import wait_until
 
 Cli = Callable[..., Any]

@@ -137,10 +137,10 @@ def _print_checks(checks: Sequence[Check], as_json: bool, error: NoDaemon | None
 
 
 def _calibrate(file: Path, address: str | None) -> None:
-    """Writes the measurements of `prefixd.planner.calibrate`; of a model only if a daemon is named or runs here."""
+    """Writes what `prefixd.planner.machine.calibrate` measures; of a model only if a daemon is named or runs here."""
     from prefixd.cli.demo.demo import check_writable
-    from prefixd.planner.calibrate import measure_machine, measure_passes
-    from prefixd.planner.hardware import Calibration
+    from prefixd.planner.machine.calibrate import measure_machine, measure_passes
+    from prefixd.planner.machine.calibration import Calibration
     from prefixd.server.startup.compute_device import resolve_device
     from prefixd.settings import Settings
 

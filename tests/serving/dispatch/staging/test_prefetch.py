@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from benchmarks.text_analysis_parts.planned_rounds import of_text_analysis
-from prefixd.planner.hardware import MeasuredCosts, Way, Ways
+from prefixd.planner.machine.hardware import Way, Ways
+from prefixd.planner.machine.pass_costs import MeasuredCosts
 from prefixd.planner.planned_models import LayerGroup, PlannedModel
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate

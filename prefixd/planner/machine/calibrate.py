@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.errors import ConfigError
-from prefixd.planner.hardware import Calibration
+from prefixd.planner.machine.calibration import Calibration
 from prefixd_swap import CpuArena, NewBlock, SlabStore, Span, SwapError, create_copy_engine
 from prefixd_swap.tiers import DiskTier, Loads
 from prefixd_swap.transfers import Transfers, Urgency

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 from benchmarks.checks.damaged_store.stored_objects import BlockId, StoredObject
+from prefixd_swap.sealing.aes_gcm import TAG_BYTES
 from prefixd_swap.stores.base import NAME_BYTES
 from prefixd_swap.stores.names import DIGEST_BYTES, BlockIdentity
-from prefixd_swap.stores.sealed import CHECKSUM_AT, HEAD_BYTES, IDENTITY, KIND, NONCE_AT, TAG_AT, TAG_BYTES, Seal
+from prefixd_swap.stores.sealed import CHECKSUM_AT, HEAD_BYTES, IDENTITY, KIND, NONCE_AT, TAG_AT, Seal
 
 KINDS = (
     "other secret",  # a block of its own, sealed correctly with its own secret

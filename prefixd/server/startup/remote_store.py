@@ -13,8 +13,8 @@ from prefixd.base.extras import require
 from prefixd.server.access.socket_access import is_secret
 from prefixd.settings import RemoteSettings
 from prefixd_swap import CpuArena, StorageError
+from prefixd_swap.sealing.derived_keys import LEAST_SECRET_BYTES
 from prefixd_swap.stores import MooncakeOptions, S3Options, StoreOptions, ValkeyOptions, open_store
-from prefixd_swap.stores.names import LEAST_SECRET_BYTES
 from prefixd_swap.tiers import RemoteTier
 from prefixd_swap.transfers import Transfers
 

@@ -8,16 +8,14 @@ and without the secret no object can be named.
 from __future__ import annotations
 
 import hashlib
-import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from prefixd_swap.sealing.derived_keys import derive_key
 from prefixd_swap.stores.base import NAME_BYTES
 
 DIGEST_BYTES = 30
 """Bytes of a prefix's digest; an object's name is the digest and two bytes with the part's number."""
-
-LEAST_SECRET_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,10 @@ class TenantKeys:
         these objects.
         """
         if encryption_key is not None:
-            secret = hmac.digest(secret, b"prefixd encrypted" + encryption_key, "sha256")
+            secret = derive_key(secret, b"prefixd encrypted" + encryption_key)
         return cls(
-            hmac.digest(secret, b"prefixd names" + salt, "sha256"),
-            hmac.digest(secret, b"prefixd seals" + salt, "sha256"),
+            derive_key(secret, b"prefixd names" + salt),
+            derive_key(secret, b"prefixd seals" + salt),
         )
 
     def root(self, identity: bytes) -> bytes:

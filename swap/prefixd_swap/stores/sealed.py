@@ -19,12 +19,10 @@ import struct
 
 import numpy as np
 import xxhash
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from prefixd_swap.errors import AlteredObjectError, ForeignObjectError, StaleObjectError
+from prefixd_swap.sealing.aes_gcm import NONCE_BYTES, TAG_BYTES, decrypt, encrypt
+from prefixd_swap.sealing.derived_keys import object_key
 from prefixd_swap.stores.names import BlockIdentity, TenantKeys, object_name
 
 _MAGIC = b"prefixd\x00"
@@ -32,7 +30,7 @@ _VERSION = 1
 _ENCRYPTED = 1
 KIND = struct.Struct("<8sHH")  # magic, version, flags
 IDENTITY = struct.Struct("<HxxIIxxxxQ8s8s16s")  # part, tokens, depth, bytes, namespace, geometry, hash of the tokens
-NONCE_BYTES, TAG_BYTES, CHECKSUM_BYTES = 12, 16, 8
+CHECKSUM_BYTES = 8
 NONCE_AT = KIND.size + IDENTITY.size
 TAG_AT = NONCE_AT + NONCE_BYTES
 CHECKSUM_AT = TAG_AT + TAG_BYTES
@@ -67,20 +65,15 @@ class Seal:
         """
         if checksum is None:
             checksum = xxhash.xxh3_64_intdigest(payload)
-        nonce, known = os.urandom(NONCE_BYTES), checksum.to_bytes(CHECKSUM_BYTES, "little")
+        nonce, known = os.urandom(NONCE_BYTES), bytearray(checksum.to_bytes(CHECKSUM_BYTES, "little"))
         fields = self._kind() + _identity(block, part, payload.nbytes) + nonce
-        sealing = Cipher(AES(_key(block, part)), GCM(nonce)).encryptor()
-        sealing.authenticate_additional_data(fields)
         if self.encrypt:
-            known = sealing.update(known)
             hidden = np.empty(payload.nbytes, np.uint8).data  # not zeroed first
-            sealing.update_into(payload, hidden)
+            tag = encrypt(_key(block, part), nonce, [fields], [(known, known), (payload, hidden)])
             payload = hidden
         else:
-            sealing.authenticate_additional_data(known)
-            sealing.authenticate_additional_data(payload)
-        sealing.finalize()
-        return fields + sealing.tag + known, payload
+            tag = encrypt(_key(block, part), nonce, [fields, known, payload], [])
+        return fields + tag + known, payload
 
     def open(self, block: BlockIdentity, part: int, head: memoryview, payload: memoryview) -> int:
         """Verifies an object, decrypts its payload in place, and returns xxh3_64 of the bytes.
@@ -100,21 +93,14 @@ class Seal:
             )
         if head[KIND.size : NONCE_AT] != _identity(block, part, payload.nbytes):
             raise ForeignObjectError("the object says that it is another block's")
-        nonce, tag, known = (
-            bytes(head[at:to]) for at, to in ((NONCE_AT, TAG_AT), (TAG_AT, CHECKSUM_AT), (CHECKSUM_AT, None))
-        )
-        opening = Cipher(AES(_key(block, part)), GCM(nonce, tag)).decryptor()
-        opening.authenticate_additional_data(head[:TAG_AT])
+        nonce, tag = bytes(head[NONCE_AT:TAG_AT]), bytes(head[TAG_AT:CHECKSUM_AT])
+        known, fields = bytearray(head[CHECKSUM_AT:]), head[:TAG_AT]
         if self.encrypt:
-            known = opening.update(known)
-            opening.update_into(payload, payload)
+            authentic = decrypt(_key(block, part), nonce, tag, [fields], [(known, known), (payload, payload)])
         else:
-            opening.authenticate_additional_data(known)
-            opening.authenticate_additional_data(payload)
-        try:
-            opening.finalize()
-        except InvalidTag:
-            raise AlteredObjectError("the object was altered, or sealed with another secret") from None
+            authentic = decrypt(_key(block, part), nonce, tag, [fields, known, payload], [])
+        if not authentic:
+            raise AlteredObjectError("the object was altered, or sealed with another secret")
         checksum = int.from_bytes(known, "little")
         if xxhash.xxh3_64_intdigest(payload) != checksum:
             raise AlteredObjectError("the object's bytes were altered before they were sealed")
@@ -135,5 +121,4 @@ def _identity(block: BlockIdentity, part: int, nbytes: int) -> bytes:
 
 
 def _key(block: BlockIdentity, part: int) -> bytes:
-    """The object's own key: so no key is used for too many objects, and the name is authenticated."""
-    return hashlib.blake2b(object_name(block.digest, part), key=block.keys.sealing, digest_size=32).digest()
+    return object_key(block.keys.sealing, object_name(block.digest, part))

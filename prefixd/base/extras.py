@@ -14,6 +14,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "daemon": _DAEMON,
     "top": ("textual",),
     "worker": (*_DAEMON, "torch", "transformers", "tokenizers", "safetensors", "PIL", "cuda", "jinja2"),
+    "codecs": ("numba", "zstandard"),
     "remote": ("cryptography", "obstore"),
     "mooncake": ("mooncake",),
     "otel": ("opentelemetry",),

@@ -16,11 +16,14 @@ from weakref import ref
 
 import msgspec
 
+from prefixd.base.codec_names import CODEC_NAMES, LOSSY
 from prefixd.base.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from prefixd.base.rules.rules import Rule, VisionEmbedding, to_fields
 from prefixd.base.tenancy.tenants import COMMON, DEFAULT
+from prefixd.cache.part_shapes import check_shape
 from prefixd.cache.rules import MAX_GROUPS, GroupRule
 from prefixd.cache.rules.in_blocks import in_blocks
+from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.padded_rows import PaddedRows
 
 ID_BYTES = 8
@@ -34,6 +37,7 @@ _MAX_GROUP_BYTES = 64
 _MAX_SPEC_BYTES = 16 << 10
 _NAMESPACE_BYTES = 1536
 _PART_BYTES = 192
+_SHAPE_BYTES = 512
 _TEXTS = 2  # the texts of the spec, and their encoding
 _OF_IMAGES = "-images"
 
@@ -43,6 +47,7 @@ class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `rule`: which part of a prefix the group's layers need; None for full attention.
     `rows`: how the `nbytes` bytes lie in the compute tier, if they are padded there.
+    `shape`: how keys and values lie in the `nbytes` bytes; None: not known, so only lossless codecs apply.
     """
 
     group: str
@@ -50,6 +55,15 @@ class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     nbytes: int
     rule: Rule | None = None
     rows: PaddedRows | None = None
+    shape: PartShape | None = None
+
+    def fields(self) -> tuple[object, ...]:
+        """The part in the namespace's identity. What an earlier version did not have is there only if it is set."""
+        named = (self.group, self.rank, self.nbytes, self.rule)
+        if (shape := self.shape) is not None:
+            sizes = (shape.layers, shape.tokens, shape.heads, shape.channels)
+            return (*named, self.rows, (shape.dtype, *sizes, shape.order))
+        return named if self.rows is None else (*named, self.rows)
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True):
@@ -63,6 +77,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         dtype, layout: of the bytes.
         tenant: the owner.
         worker: the daemon's own workers fill it. A client never gets such a namespace, even with the same name.
+        codec: how tiers that are read and written by calls store the blocks; "": as the settings say.
     """
 
     name: str
@@ -73,6 +88,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
     layout: str = ""
     tenant: str = DEFAULT
     worker: bool = False
+    codec: str = ""
 
     @property
     def geometry(self) -> tuple[object, ...]:
@@ -118,18 +134,18 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
     def encoded(self) -> bytes:
         """All fields, with the length before each text and list, so that different specs have different encodings."""
-        parts = [
-            (part.group, part.rank, part.nbytes, part.rule, *(() if part.rows is None else (part.rows,)))
-            for part in self.parts
-        ]
+        parts = [part.fields() for part in self.parts]
         owner = (self.tenant, self.worker)
         fields = (*owner, self.name, self.salt, self.block_tokens, self.dtype, self.layout, parts)
-        return msgspec.msgpack.encode(fields, enc_hook=to_fields)
+        codec = (self.codec,) if self.codec else ()
+        return msgspec.msgpack.encode((*fields, *codec), enc_hook=to_fields)
 
     @property
     def nbytes(self) -> int:
         """Estimated memory of a namespace of this spec; measured in tests/cache/namespaces/test_namespace_room.py."""
-        return _NAMESPACE_BYTES + _PART_BYTES * len(self.parts) + _TEXTS * len(self.encoded())
+        shapes = sum(part.shape is not None for part in self.parts)
+        parts = _PART_BYTES * len(self.parts) + _SHAPE_BYTES * shapes
+        return _NAMESPACE_BYTES + parts + _TEXTS * len(self.encoded())
 
     def check(self) -> None:
         """Raises InvalidArgumentError unless the spec can be stored."""
@@ -153,8 +169,12 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
                     f"part {part.group!r}/{part.rank} has {part.nbytes} bytes; it needs at least 1 and at most "
                     f"{_MAX_PART_BYTES}"
                 )
+            named = f"part {part.group!r}/{part.rank}"
             if part.rule is not None:
-                part.rule.check(f"part {part.group!r}/{part.rank}", self.block_tokens)
+                part.rule.check(named, self.block_tokens)
+            if part.shape is not None:
+                check_shape(named, part.nbytes, part.rule, part.shape, self.block_tokens)
+        self._check_codec()
         embeddings = [part for part in self.parts if isinstance(part.rule, VisionEmbedding)]
         if 0 < len(embeddings) < len(self.parts):
             raise InvalidArgumentError(
@@ -169,6 +189,17 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
             raise InvalidArgumentError(
                 f"the namespace takes {nbytes} bytes with its {len(self.parts)} parts, and at most {_MAX_SPEC_BYTES} "
                 "are possible; use shorter names of groups, or fewer parts"
+            )
+
+    def _check_codec(self) -> None:
+        if self.codec and self.codec not in CODEC_NAMES:
+            raise InvalidArgumentError(
+                f"{self.codec!r} is no codec that this daemon knows; use one of {', '.join(CODEC_NAMES)}, or none"
+            )
+        if self.codec in LOSSY and all(part.shape is None for part in self.parts):
+            raise InvalidArgumentError(
+                f"the codec {self.codec} has to know how keys and values lie in the bytes, and no part has a shape; "
+                "state the shape of a part, or use lossless"
             )
 
 

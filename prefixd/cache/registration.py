@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prefixd.base.tenancy.tenants import Tenant, Tenants
+from prefixd.cache.codec_choice import check_codec_installed
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
@@ -53,10 +54,12 @@ class Registration:
         Raises:
             InvalidArgumentError: the spec is invalid.
             AlreadyExistsError: another namespace has the same id.
+            PreconditionError: the packages of its codec are not installed.
             ExhaustedError: the tenant, or all tenants together, may have no further namespace.
         """
         if self._share_at_once and spec.may_be_common:
             spec = spec.common
+        check_codec_installed(spec)
         known = self._registry.find(spec)
         if known is not None:
             self._registry.touch(known)
@@ -74,6 +77,7 @@ class Registration:
         """Registers a namespace, after making room for it, and opens it to a session. Raises as `register`."""
         if self._registry.find(spec) is None:
             spec.check()  # before any namespace is forgotten for it
+            check_codec_installed(spec)
             await self._room.make(session.tenant, spec.nbytes)
             self._leases.session(session.id)
         namespace = self.register(spec)

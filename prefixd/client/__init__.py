@@ -48,6 +48,7 @@ from prefixd.client.inference import (
     TokenLogprobs,
     Tokens,
 )
+from prefixd.client.kv_axes import PartShape
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.spec import (
     ClaimedByOther,
@@ -96,6 +97,7 @@ __all__ = [
     "NamespaceSpec",
     "NewSession",
     "NotFoundError",
+    "PartShape",
     "PartSpec",
     "PermissionDeniedError",
     "PreconditionError",

@@ -10,6 +10,7 @@ from prefixd.base.rules.rule_messages import to_message
 from prefixd.base.rules.rules import Rule
 from prefixd.base.tiers import Tier
 from prefixd.client.errors import InvalidArgumentError, ServerError
+from prefixd.client.kv_axes import PartShape
 from prefixd.client.messages import message
 from prefixd.v1 import cache_pb2
 
@@ -30,16 +31,21 @@ class PartSpec:
     """A part of each block: the `nbytes` bytes of one KV group on one tensor-parallel rank.
 
     `rule`: which part of a prefix the group's layers need; None for full attention, which needs all of it.
+    `shape`: how keys and values lie in the bytes; None: the daemon keeps every bit of the part.
     """
 
     group: str
     rank: int
     nbytes: int
     rule: Rule | None = None
+    shape: PartShape | None = None
 
     def to_proto(self) -> cache_pb2.Part:
         """Returns the contract's message."""
-        return cache_pb2.Part(group=self.group, rank=self.rank, nbytes=self.nbytes, rule=to_message(self.rule))
+        shape = None if self.shape is None else self.shape.to_proto()
+        return cache_pb2.Part(
+            group=self.group, rank=self.rank, nbytes=self.nbytes, rule=to_message(self.rule), shape=shape
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,10 @@ class NamespaceSpec:
 
     `name` is the engine's fingerprint of the model: it changes with weights, dtype, quantization and packing. Prompts
     of different `salt` never share a block. The bytes of a block are in the order of `parts`.
+
+    `codec`: how the daemon's disk and a shared store keep the blocks; "": as its operator has set it. "exact": every
+    byte as it is. "lossless": fewer bytes that become the same bytes again. "int8" (8 bits for each number), "k8v4" (8
+    for keys, 4 for values): fewer bytes that lose precision, for parts with a `shape`; other parts as with "lossless".
 
     Raises:
         InvalidArgumentError: the salt is not bytes.
@@ -59,6 +69,7 @@ class NamespaceSpec:
     salt: bytes = field(default=b"", repr=False)
     dtype: str = ""
     layout: str = ""
+    codec: str = ""
 
     def __post_init__(self) -> None:
         check_salt(self.salt)
@@ -82,6 +93,7 @@ class NamespaceSpec:
                 layout=self.layout,
                 block_tokens=self.block_tokens,
                 parts=[part.to_proto() for part in self.parts],
+                codec=self.codec,
             )
         except ValueError as error:
             raise InvalidArgumentError(

@@ -79,16 +79,48 @@ class Retention(_message.Message):
     def __init__(self, start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., priority: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("group", "rank", "nbytes", "rule")
+    __slots__ = ("group", "rank", "nbytes", "rule", "shape")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     nbytes: int
     rule: Rule
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ..., rule: _Optional[_Union[Rule, _Mapping]] = ...) -> None: ...
+    shape: PartShape
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ..., rule: _Optional[_Union[Rule, _Mapping]] = ..., shape: _Optional[_Union[PartShape, _Mapping]] = ...) -> None: ...
+
+class PartShape(_message.Message):
+    __slots__ = ("dtype", "layers", "tokens", "heads", "channels", "order")
+    class Axis(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        AXIS_UNSPECIFIED: _ClassVar[PartShape.Axis]
+        AXIS_LAYER: _ClassVar[PartShape.Axis]
+        AXIS_KV: _ClassVar[PartShape.Axis]
+        AXIS_TOKEN: _ClassVar[PartShape.Axis]
+        AXIS_HEAD: _ClassVar[PartShape.Axis]
+        AXIS_CHANNEL: _ClassVar[PartShape.Axis]
+    AXIS_UNSPECIFIED: PartShape.Axis
+    AXIS_LAYER: PartShape.Axis
+    AXIS_KV: PartShape.Axis
+    AXIS_TOKEN: PartShape.Axis
+    AXIS_HEAD: PartShape.Axis
+    AXIS_CHANNEL: PartShape.Axis
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    layers: int
+    tokens: int
+    heads: int
+    channels: int
+    order: _containers.RepeatedScalarFieldContainer[PartShape.Axis]
+    def __init__(self, dtype: _Optional[str] = ..., layers: _Optional[int] = ..., tokens: _Optional[int] = ..., heads: _Optional[int] = ..., channels: _Optional[int] = ..., order: _Optional[_Iterable[_Union[PartShape.Axis, str]]] = ...) -> None: ...
 
 class Rule(_message.Message):
     __slots__ = ("full_attention", "sliding_window", "chunked_window", "recurrent_state", "cross_attention", "vision_embedding")
@@ -139,20 +171,22 @@ class VisionEmbedding(_message.Message):
     def __init__(self) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("name", "salt", "dtype", "layout", "block_tokens", "parts")
+    __slots__ = ("name", "salt", "dtype", "layout", "block_tokens", "parts", "codec")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     name: str
     salt: bytes
     dtype: str
     layout: str
     block_tokens: int
     parts: _containers.RepeatedCompositeFieldContainer[Part]
-    def __init__(self, name: _Optional[str] = ..., salt: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+    codec: str
+    def __init__(self, name: _Optional[str] = ..., salt: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class RegisterNamespaceRequest(_message.Message):
     __slots__ = ("namespace", "session_id")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from prefixd.base.codec_names import CodecName
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.tiers import QUOTA_TIERS
 
@@ -102,12 +103,15 @@ class Tenant:
         ordinal: its number in this process, from 0 on; the default tenant is 0.
         quota: replaced when its settings change while the daemon runs.
         refused: number of refusals, by the limit's name.
+        codec: how tiers store its blocks where the namespace does not say it; None: as the tier's setting says.
+            Replaced as `quota`.
     """
 
     name: str
     ordinal: int
     quota: Quota = Quota()
     refused: Counter[str] = field(default_factory=Counter)
+    codec: CodecName | None = None
 
     def refusal(self, limit: str, have: str, remedy: str, operator: str = "") -> ExhaustedError:
         """Counts a refusal by a limit of this tenant, and returns its error.
@@ -175,6 +179,16 @@ class Tenants:
         named = frozenset(quotas) - {COMMON}
         self._named = named | {DEFAULT} if named else named
         self._count_calling()
+
+    def set_codecs(self, codecs: Mapping[str, CodecName | None]) -> None:
+        """Sets the codec of every tenant; tenants that `codecs` does not name have none from now on.
+
+        It counts for blocks that are written from now on; others stay as they are.
+        """
+        for name in codecs:
+            self.known(name)
+        for tenant in self._by_name.values():
+            tenant.codec = codecs.get(tenant.name)
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self.all)

@@ -19,12 +19,15 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec, namespace_digest
 from prefixd.cache.placement.placement import Placement
 from prefixd_swap import BlockRecord, RecordGroup, Records, StorageError, UseHistory
+from prefixd_swap.errors import GeometryError
 from prefixd_swap.tiers import StoreTier
 
 log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16  # blocks entered at a time, to bound temporary copies
 _TOKEN_BYTES = 4
+_ALWAYS_COUNT = set(NamespaceSpec.__struct_fields__) - {"codec"}
+"""Fields of a namespace that its id is made of, whatever their value. Others count if they are set."""
 _NO_ROW = -1
 _NO_PARENT = np.iinfo(np.int64).min  # neither a row nor a namespace's root
 
@@ -84,11 +87,15 @@ def is_usable(spec: bytes, record: BlockRecord) -> bool:
 def _decoded(identity: bytes, spec: bytes) -> NamespaceSpec:
     """Raises msgspec.DecodeError if a spec cannot be read, InvalidArgumentError if it is invalid or has another id.
 
-    A spec of an earlier version, with fewer fields, may have another id.
+    A spec of an earlier version, without some of the fields that always count, may have another id.
     """
-    decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec, dec_hook=from_fields)
+    try:
+        decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec, dec_hook=from_fields)
+    except GeometryError as error:  # of a part's shape
+        raise InvalidArgumentError(str(error)) from error
     decoded.check()
-    earlier = msgspec.msgpack.decode(spec, type=dict[str, msgspec.Raw]).keys() < set(NamespaceSpec.__struct_fields__)
+    fields = msgspec.msgpack.decode(spec, type=dict[str, msgspec.Raw]).keys()
+    earlier = fields - {"codec"} < _ALWAYS_COUNT
     if namespace_digest(decoded) != identity and not earlier:
         raise InvalidArgumentError(f"its id is not that of {decoded.name!r}")
     return decoded

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 from prefixd.base.long_work.pacer import Pacer, give_way
-from prefixd.base.rules.rule_messages import to_message
-from prefixd.cache import PartSpec, TieredCache
+from prefixd.cache import TieredCache
 from prefixd.observability.histogram import MOST_SERIES, OTHERS
 from prefixd.server.figures.measured_figures import labelled_counts
+from prefixd.server.namespace_messages import namespace_message
 from prefixd.v1 import admin_pb2 as pb
-from prefixd.v1 import cache_pb2
 
 _MOST_NAMESPACES = 1000
 _NAMESPACES_BYTES = 4 << 20  # a quarter of the largest message
@@ -31,13 +30,7 @@ async def namespace_figures(
         spec = namespace.spec
         stats = pb.NamespaceStats(
             namespace_id=namespace.id,
-            namespace=cache_pb2.Namespace(
-                name=spec.name,
-                dtype=spec.dtype,
-                layout=spec.layout,
-                block_tokens=spec.block_tokens,
-                parts=[_part(part) for part in spec.parts],
-            ),
+            namespace=namespace_message(spec),
             blocks=counted[namespace.ordinal],
             gpu_blocks=on_gpu[namespace.ordinal],
             tenant=spec.tenant,
@@ -86,7 +79,3 @@ async def fill_figures(cache: TieredCache, counted: Mapping[int, int], models: M
     await give_way()
     found.blocks.extend(labelled_counts(_WHO, [(who, blocks[who]) for who in shown]))
     return found
-
-
-def _part(part: PartSpec) -> cache_pb2.Part:
-    return cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes, rule=to_message(part.rule))

@@ -6,9 +6,13 @@ A change here makes caches of users unreadable or unfindable: raise `VERSION` in
 
 from __future__ import annotations
 
+import msgspec
+
 from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
 from prefixd.cache.namespaces import namespace_digest
+from prefixd_swap.codecs.part_shape import PartShape
+from prefixd_swap.padded_rows import PaddedRows
 from prefixd_swap.slab.data_directory import VERSION
 from prefixd_swap.slab.index.block_record import (
     BlockRecord,
@@ -57,3 +61,26 @@ def test_a_namespaces_id() -> None:
     parts = (PartSpec("full", 0, 64), PartSpec("window", 1, 32, SlidingWindow(9)))
     spec = NamespaceSpec("model", 4, parts, b"salt", "bfloat16", "token")
     assert namespace_digest(spec).hex() == "ed289abfc73ddfdb"
+
+
+def test_ids_of_namespaces_with_shapes_and_a_codec() -> None:
+    shape = PartShape("bfloat16", 1, 4, 2, 2, ("layer", "kv", "token", "head", "channel"))
+    padded = PaddedRows(64, 32, 128)
+    parts = (PartSpec("full", 0, 64, shape=shape), PartSpec("window", 1, 64, SlidingWindow(9), padded, shape))
+    spec = NamespaceSpec("model", 4, parts, b"salt", "bfloat16", "token")
+    assert namespace_digest(spec).hex() == "bfc81f0532819845"
+    assert namespace_digest(msgspec.structs.replace(spec, codec="int8")).hex() == "45d1607161716a4c"
+
+
+def test_a_namespace_without_a_codec_is_encoded_as_before_there_were_codecs() -> None:
+    spec = NamespaceSpec("model", 4, (PartSpec("full", 0, 64),), b"salt", "bfloat16", "token")
+    assert msgspec.msgpack.decode(spec.encoded()) == [
+        "default",
+        False,
+        "model",
+        b"salt",
+        4,
+        "bfloat16",
+        "token",
+        [["full", 0, 64, None]],
+    ]

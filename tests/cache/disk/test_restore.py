@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import random
 import time
 from typing import Any
@@ -10,9 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.disk import restore
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import NewBlock, Records, SlabStore, Span, StorageError, UseHistory, discard, salvage
+from prefixd_swap.codecs.part_shape import AXES, PartShape
 from prefixd_swap.eviction import Lru
 from prefixd_swap.slab.index.block_record import index_key
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
@@ -245,6 +249,65 @@ async def test_a_namespace_whose_spec_is_damaged_refuses_nobody(make_rig: MakeRi
     await rig.put([3], namespace=again, durable=True)
     await rig.restart()
     assert rig.restored == 3
+
+
+@pytest.mark.parametrize("wrong", [b"", b"othes"], ids=["as it was", "damaged"])
+async def test_what_a_version_without_codecs_stored_keeps_its_id(make_rig: MakeRig, wrong: bytes) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    other = rig.register("other", salt=b"x")
+    await rig.put([1, 2], namespace=other, durable=True)
+    spec = msgspec.to_builtins(other.spec, builtin_types=(bytes,))
+    assert spec.pop("codec") == "" and "shape" not in spec["parts"][0]
+    assert rig.store is not None
+    encoded = msgspec.msgpack.encode(spec)
+    rig.store.put_namespace(other.id, encoded.replace(b"other", wrong or b"other"))
+    identity = other.id
+    del other
+    if wrong:
+        await refuses(rig, "of an unknown namespace", 2, restored=0)
+    else:
+        await rig.restart()
+    again = rig.register("other", salt=b"x")
+    assert again.id == again.digest == identity
+    assert await rig.get([1, 2], namespace=again) == (0 if wrong else 2)
+
+
+async def test_a_version_without_codecs_reads_what_this_one_stores_of_clients_without_them(make_rig: MakeRig) -> None:
+    """It ignores fields that it does not know; the id, which it compares, is made of the fields that it knows."""
+    rig = make_rig()
+    stored = msgspec.msgpack.encode(rig.namespace.spec)
+    fields = [each for each in NamespaceSpec.__struct_fields__ if each != "codec"]
+    read = msgspec.msgpack.decode(stored, type=msgspec.defstruct("Old", fields))
+    part = msgspec.defstruct("OldPart", ["group", "rank", "nbytes", ("rule", Any, None)], array_like=True)
+    parts = [part(**each) for each in read.parts]
+    encoded = msgspec.msgpack.encode(
+        (read.tenant, read.worker, read.name, read.salt, read.block_tokens, read.dtype, read.layout, parts)
+    )
+    assert hashlib.blake2b(encoded, digest_size=8).digest() == rig.namespace.id
+
+
+async def test_shapes_and_a_codec_outlast_a_restart(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    shape = PartShape("bfloat16", 1, BLOCK_TOKENS, 1, PART_BYTES // BLOCK_TOKENS // 4, AXES)
+    spec = NamespaceSpec("shaped", BLOCK_TOKENS, (PartSpec("kv", 0, PART_BYTES, shape=shape),), codec="lossless")
+    await rig.put([1, 2], namespace=rig.cache.register(spec), durable=True)
+    await rig.restart()
+    (restored,) = [each for each in rig.cache.namespaces if each.spec.name == "shaped"]
+    assert restored.spec == spec and restored is rig.cache.register(spec)
+    assert await rig.get([1, 2], namespace=restored) == 2
+    for other in (rig.cache.register(msgspec.structs.replace(spec, codec="")), rig.register("shaped")):
+        assert await rig.get([1, 2], namespace=other) == 0
+
+
+async def test_a_stored_shape_that_cannot_be_costs_its_blocks_alone(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    other = rig.register("other")
+    await rig.put([1], namespace=other, durable=True)
+    spec = msgspec.to_builtins(other.spec, builtin_types=(bytes,))
+    spec["parts"][0]["shape"] = {**dataclasses.asdict(PartShape("float16", 1, 1, 1, 1, AXES)), "dtype": "float8"}
+    assert rig.store is not None
+    rig.store.put_namespace(other.id, msgspec.msgpack.encode(spec))
+    await refuses(rig, "of an unknown namespace", 1, restored=0)
 
 
 @pytest.mark.parametrize("removed", [0, 1])

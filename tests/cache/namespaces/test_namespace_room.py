@@ -17,6 +17,7 @@ from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Session
 from prefixd.cache.background.forgetting import find_namespaces
 from prefixd.cache.namespace_room import PART
 from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd_swap.codecs.part_shape import AXES, PartShape
 from tests.rig import Rig
 
 SPEC = NamespaceSpec("model", 2, (PartSpec("kv", 0, 4096),), bytes(8))
@@ -236,10 +237,12 @@ async def test_random_uses_against_a_model(make_rig: Callable[..., Rig], seed: i
     await rig.check_disk()
 
 
+@pytest.mark.parametrize("shape", [None, PartShape("bfloat16", 2048, 16, 1024, 512, AXES)], ids=["no shape", "shape"])
 @pytest.mark.parametrize(("parts", "name"), [(1, "m" * 64), (8, "m" * 64), (1, "m" * 1024), (200, "m")])
-def test_a_namespace_takes_about_as_much_as_is_counted(parts: int, name: str) -> None:
+def test_a_namespace_takes_about_as_much_as_is_counted(parts: int, name: str, shape: PartShape | None) -> None:
     registry = NamespaceRegistry()
-    groups = tuple(PartSpec(f"group {number}", 0, 4096) for number in range(parts))
+    nbytes = 4096 if shape is None else shape.nbytes
+    groups = tuple(PartSpec(f"group {number}", 0, nbytes, shape=shape) for number in range(parts))
     spec = NamespaceSpec(name, 16, groups, bytes(32), "bfloat16", "token")
     encoded = msgspec.msgpack.encode(spec)
     gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefixd.base.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError, NotFoundError
+from prefixd.base.errors import (
+    AlreadyExistsError,
+    ExhaustedError,
+    InvalidArgumentError,
+    NotFoundError,
+    PreconditionError,
+)
 from prefixd.base.rules import rules
 from prefixd.base.tenancy.tenants import Quota, Tenants
 from prefixd.cache import (
@@ -31,11 +39,16 @@ from prefixd.cache.rules import (
     VisionEmbedding,
 )
 from prefixd_swap import NewBlock, Span
+from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.padded_rows import PaddedRows
 from tests.rig import OpenCache, Rig
 from tests.tries import forget_blocks
 
 SPEC = NamespaceSpec("llama", 16, (PartSpec("kv", 0, 4096), PartSpec("kv", 1, 4096)), b"salt", "bfloat16", "token")
+
+
+SHAPE = PartShape("bfloat16", 2, 16, 4, 8, ("layer", "kv", "token", "head", "channel"))
+OTHER_ORDER = PartShape("bfloat16", 2, 16, 4, 8, ("token", "layer", "kv", "head", "channel"))
 
 
 def changed(**fields: Any) -> NamespaceSpec:
@@ -62,6 +75,10 @@ OTHERS = [
     {"parts": (PartSpec("kv", 0, 4096, rules.SlidingWindow(32)), PartSpec("kv", 1, 4096))},
     {"tenant": "another"},
     {"worker": True},
+    {"parts": (PartSpec("kv", 0, 4096, shape=SHAPE), PartSpec("kv", 1, 4096))},
+    {"parts": (PartSpec("kv", 0, 4096, shape=OTHER_ORDER), PartSpec("kv", 1, 4096))},
+    {"codec": "exact"},
+    {"codec": "lossless"},
 ]
 
 
@@ -345,6 +362,13 @@ def test_padding_comes_back_from_disk() -> None:
     assert decode_spec(msgspec.msgpack.encode(namespace, enc_hook=rules.to_fields)) == namespace
 
 
+def test_shapes_and_a_codec_come_back_from_disk() -> None:
+    window = PartSpec("window", 0, 4096, rules.SlidingWindow(32), PaddedRows(512, 256, 8192), OTHER_ORDER)
+    namespace = changed(parts=(PartSpec("kv", 0, 4096, shape=SHAPE), window, PartSpec("kv", 1, 64)), codec="int8")
+    namespace.check()
+    assert decode_spec(msgspec.msgpack.encode(namespace, enc_hook=rules.to_fields)) == namespace
+
+
 def test_namespaces_that_an_earlier_version_wrote_are_read() -> None:
     window = {"group": "w", "rank": 1, "nbytes": 64, "rule": {"type": "sliding_window", "tokens": 9}}
     stored = {
@@ -377,6 +401,70 @@ def test_a_rule_that_cannot_be_is_refused(rule: rules.Rule, message: str) -> Non
     with pytest.raises(InvalidArgumentError) as error:
         changed(parts=(PartSpec("kv", 1, 4096, rule),)).check()
     assert f"part 'kv'/1 has {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            PartSpec("kv", 1, 4098, shape=SHAPE),
+            "'kv'/1 has 4098 bytes, and its shape 4096 (2 layers, keys and values, ",
+        ),
+        (
+            PartSpec("kv", 1, 4096, shape=dataclasses.replace(SHAPE, tokens=32, layers=1)),
+            "'kv'/1 has a shape of 32 tokens, and a block has 16",
+        ),
+        (
+            PartSpec("kv", 1, 4096, rules.SlidingWindow(9), shape=dataclasses.replace(SHAPE, tokens=8, heads=8)),
+            "'kv'/1 has a shape of 8 tokens, and a block has 16",
+        ),
+        (PartSpec("s", 0, 4096, rules.RecurrentState(), shape=SHAPE), "'s'/0 is a recurrent state and has a shape"),
+        (PartSpec("v", 0, 4096, rules.VisionEmbedding(), shape=SHAPE), "'v'/0 is a vision embedding and has a shape"),
+    ],
+    ids=lambda each: each.group if isinstance(each, PartSpec) else "",
+)
+def test_a_shape_that_a_part_cannot_have_is_refused(part: PartSpec, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as error:
+        changed(parts=(part,)).check()
+    assert message in str(error.value)
+
+
+def test_keys_and_values_of_images_have_entries_that_are_no_tokens_of_the_prompt() -> None:
+    shape = dataclasses.replace(SHAPE, tokens=32, layers=1)
+    changed(parts=(PartSpec("kv", 0, 4096, rules.CrossAttention(), shape=shape),), codec="k8v4").check()
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ("zip", "'zip' is no codec that this daemon knows; use one of exact, lossless, int8, k8v4"),
+        ("int8", "the codec int8 has to know how keys and values lie in the bytes, and no part has a shape"),
+        ("k8v4", "the codec k8v4 has to know"),
+    ],
+)
+def test_a_codec_that_no_part_can_have_is_refused(codec: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as error:
+        changed(codec=codec).check()
+    assert message in str(error.value)
+
+
+def test_one_part_with_a_shape_is_enough_for_a_lossy_codec() -> None:
+    state = PartSpec("state", 0, 512, rules.RecurrentState())
+    changed(parts=(PartSpec("kv", 0, 4096, shape=SHAPE), state), codec="int8").check()
+
+
+def test_a_codec_counts_only_where_its_packages_are_installed(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    spec = changed(parts=(PartSpec("kv", 0, 4096, shape=SHAPE),), codec="int8")
+    assert rig.cache.register(spec).spec.codec == "int8"
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for wanted in (spec, msgspec.structs.replace(spec, name="another", codec="lossless")):
+        with pytest.raises(PreconditionError, match=r"codec \w+ of namespace '\w+': .*pip install 'prefixd\[codecs\]'"):
+            rig.cache.register(wanted)
+    for codec in ("", "exact"):
+        assert rig.cache.register(msgspec.structs.replace(spec, codec=codec)).spec.codec == codec
 
 
 def test_images_do_not_share_a_namespace_with_text() -> None:

@@ -160,6 +160,7 @@ class Daemon:
         device = resolve_device(self._given) if self._given.worker.enabled else "cpu"
         self.settings = settings = self._given.on_device(device)
         self._tenants = Tenants(settings.quotas)
+        self._tenants.set_codecs(settings.codecs)
         self._credentials = LocalCredentials(elapsed_s, boot_id())
         self._audit = AuditLog(settings.server.audit_log)
         stack.callback(self._audit.close)

@@ -1,4 +1,4 @@
-"""SIGHUP: reads the settings again and applies what can change without a restart: identities of callers, and quotas."""
+"""SIGHUP: reads the settings again and applies what needs no restart: callers' identities, quotas, tenants' codecs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.figures.tenant_figures import check_tiers_hold
 from prefixd.server.rpc.sockets.listeners import Listeners
 from prefixd.settings import Settings, dotted_values
+from prefixd.settings.checks import check_codecs
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class SettingsReload:
         if self._doors.tokens is not None and tokens is not None:
             self._doors.tokens.use(tokens)
         self._cache.tenants.set_quotas(fresh.quotas)
+        self._cache.tenants.set_codecs(fresh.codecs)
         self._log_removed_tenants(self._named - set(fresh.tenants))
         self._named = set(fresh.tenants)
         self._cache.mover.changed.set()  # blocks that a former limit kept back may be written now
@@ -123,7 +125,9 @@ class SettingsReload:
                 )
 
     def _check(self, fresh: Settings) -> None:
-        """Raises ConfigError if the tiers, whose sizes only a restart changes, cannot hold the guaranteed bytes."""
+        """Raises ConfigError if the tiers, whose sizes only a restart changes, cannot hold the guaranteed bytes, or the
+        packages of a tenant's codec are missing."""
+        check_codecs(fresh)
         try:
             check_tiers_hold(self._cache, fresh.quotas, gpu=self._settings.worker.enabled)
         except ValueError as error:

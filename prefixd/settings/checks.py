@@ -6,7 +6,9 @@ import os
 import stat
 from pathlib import Path
 
+from prefixd.base.codec_names import CODECS_EXTRA
 from prefixd.base.errors import ConfigError
+from prefixd.base.extras import require
 from prefixd.settings import Settings
 from prefixd.settings.model_folder import why_not_a_model
 from prefixd_swap.memory_limit import cgroup_limit
@@ -34,7 +36,17 @@ def check_start(settings: Settings, root: Path = Path("/")) -> None:
     for name, folder in [*named, *(("more_models", each) for each in worker.more_models)]:
         if folder is not None and (why := why_not_a_model(folder)):
             raise ConfigError(f"worker.{name} = {folder} {why}")
+    check_codecs(settings)
     _check_memory(settings, root)
+
+
+def check_codecs(settings: Settings) -> None:
+    """Raises MissingExtraError, which names the setting, if a codec's packages are not installed."""
+    tiers = {"disk.codec": settings.disk.codec, "remote.codec": settings.remote.codec}
+    tenants = {f"tenants.{name}.codec": codec for name, codec in settings.codecs.items()}
+    for name, codec in (tiers | tenants).items():
+        if codec not in (None, "exact"):
+            require(CODECS_EXTRA, f"{name} = {codec}")
 
 
 def _check_memory(settings: Settings, root: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic import model_validator as check_together
 
+from prefixd.base.codec_names import CodecName
 from prefixd.base.errors import ConfigError
 from prefixd.base.setting_sources import ANY_NAME, gather_layers, is_known
 from prefixd.base.tenancy.tenants import COMMON, Quota, TierQuota, check_guarantees, check_tenant_name
@@ -85,6 +86,11 @@ class Settings(Section):
         if self.cache.share_after > 1:
             quotas[COMMON] = Quota(tiers=(TierQuota(), *map(self._common_quota, (self.cpu.bytes, self.disk.bytes))))
         return quotas
+
+    @property
+    def codecs(self) -> dict[str, CodecName | None]:
+        """Codecs by tenant; None: as the tier's setting says."""
+        return {name: tenant.codec for name, tenant in self.tenants.items()}
 
     def _common_quota(self, tier_bytes: int) -> TierQuota:
         most = self.cache.common_bytes

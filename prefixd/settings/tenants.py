@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from prefixd.base.codec_names import CodecName
 from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.settings.field_types import Bytes, Count, Section, UserId, listed_numbers
@@ -55,6 +56,10 @@ class TenantSettings(Section):
     retained_bytes: Bytes | None = None
     """The most bytes of blocks to which the tenant's clients may give a priority above 0. Without it, all tenants
     together may have half of this host's tiers."""
+    codec: CodecName | None = None
+    """How the disk and the shared store keep the tenant's blocks, instead of disk.codec and remote.codec. A namespace
+    whose client names a codec has that one. A change counts for blocks that are written from then on; those that have
+    lost precision by then stay so until they leave. By default as the tier's setting says."""
 
     @property
     def quota(self) -> Quota:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import model_validator as check_together
 
+from prefixd.base.codec_names import CodecName
 from prefixd.base.sizes import parse_room
 from prefixd.settings.field_types import AbsolutePath, Bytes, BytesOrAuto, Count, Seconds, Section
 
@@ -59,6 +60,10 @@ def _cpu_size(value: object) -> int:
     from prefixd_swap.memory_limit import memory_bytes
 
     return max(memory_bytes() - (256 << 20), 64 << 20) // 2 // 4096 * 4096
+
+
+CodecError = Annotated[float, Field(gt=0, le=1)]
+"""The largest relative error of a layer that a lossy codec may make."""
 
 
 class GpuSettings(Section):
@@ -168,6 +173,17 @@ class DiskSettings(Section):
     write_queue_bytes: Bytes | None = None
     """The most bytes of blocks that wait in memory to be written to disk; above it, Reserve waits for the disk. Tenants
     share it. By default half of cpu.bytes."""
+    codec: CodecName = "exact"
+    """How blocks are stored. "exact": byte for byte. The others take less room and are read sooner, and need `pip
+    install 'prefixd[codecs]'`. "lossless": they decode to exactly the same bytes. "int8": keys and values in 8 bits,
+    half of the bytes of 16 bits; "k8v4": keys in 8 bits, values in 4. The last two alter the model's output a little;
+    each block carries the error that was measured when it was written. They are for keys and values whose layout the
+    engine states (vLLM, SGLang and prefixd's own worker do); other bytes are stored as with "lossless". A tenant's
+    codec comes before this one, and a client's before both. A change counts for blocks that are written afterwards."""
+    codec_error: CodecError | None = None
+    """The largest error of a lossy codec: the root mean square of the differences in a layer's keys, relative to that
+    of the keys, and likewise of its values; for example 0.01. A block with a larger one is stored as it is. By default
+    any error is taken."""
 
     @check_together(mode="after")
     def _check_endurance(self) -> Self:
@@ -196,6 +212,11 @@ class RemoteSettings(Section):
     32 > FILE`. The names of objects, and the proof that they are from one of these hosts, are made from it."""
     encryption_key_file: AbsolutePath | None = None
     """File (mode 0600) with a key of 16 bytes or more, the same on all hosts: it encrypts the blocks in the store."""
+    codec: CodecName = "exact"
+    """How this host writes blocks to the store, as disk.codec. It also reads what other hosts have written with other
+    codecs: give all hosts of a store the same."""
+    codec_error: CodecError | None = None
+    """As disk.codec_error."""
     share: Literal["all", "reused", "pinned", "none"] = "all"
     """Blocks that this host writes to the store. all: every block. reused: blocks that were asked for again. pinned:
     pinned prefixes. none: this host only reads."""

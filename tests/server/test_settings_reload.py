@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenancy.tenants import Role
-from prefixd.cache import TieredCache, Troubles
+from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Troubles
+from prefixd.cache.codec_choice import codec_of
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess
@@ -93,6 +95,20 @@ async def test_guarantees_that_only_a_restart_can_keep_change_nothing(cache: Tie
     assert house.sessions("a") == 2 and cache.tenants.get("b") is not None
     assert [token.name for token in house.doors.tokens.tokens] == ["other"]
     house.doors.tokens.close()
+
+
+async def test_a_tenant_gets_another_codec_if_its_packages_are_there(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(cache, {"tenants.a.codec": "int8"})
+    spec = NamespaceSpec("model", 16, (PartSpec("kv", 0, 64),), tenant="a")
+    assert not await house.read() and codec_of(spec, cache.tenants, "exact") == "int8"
+    house.now = {"tenants.a.sessions": 1}
+    assert not await house.read() and codec_of(spec, cache.tenants, "exact") == "exact"
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    house.now = {"tenants.a.codec": "k8v4", "tenants.a.sessions": 2}
+    assert "tenants.a.codec = k8v4: the package zstandard is missing" in await house.read()
+    assert codec_of(spec, cache.tenants, "exact") == "exact" and house.sessions("a") == 1
 
 
 async def test_users_who_cannot_be_let_in_change_nothing(

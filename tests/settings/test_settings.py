@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,44 @@ def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
     draft = {"worker.embedded": True, "worker.draft_model": tmp_path / "llama"}
     with pytest.raises(ConfigError, match=r"worker\.draft_model = .* has no config\.json"):
         check_start(Settings.load(None, draft, {}))
+
+
+@pytest.mark.parametrize(
+    "name", ["disk.codec", "remote.codec", "tenants.acme.codec"], ids=lambda name: name.partition(".")[0]
+)
+def test_a_codec_without_its_packages_is_refused_by_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store = {"remote.url": "valkey://h:1", "remote.secret_file": tmp_path / "s"} if name == "remote.codec" else {}
+    settings = {codec: Settings.load(None, {name: codec, **store}, {}) for codec in ("exact", "int8")}
+    check_start(settings["int8"])
+    monkeypatch.setitem(sys.modules, "numba", None)
+    check_start(settings["exact"])
+    with pytest.raises(ConfigError) as refused:
+        check_start(settings["int8"])
+    assert str(refused.value) == f"{name} = int8: the package numba is missing; pip install 'prefixd[codecs]'"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"disk.codec": "zip"}, "disk.codec"),
+        ({"tenants.acme.codec": "fp8"}, "tenants.acme.codec"),
+        ({"disk.codec_error": 0}, "disk.codec_error"),
+        ({"disk.codec_error": "nan"}, "disk.codec_error"),
+        ({"disk.codec_error": 1.5}, "disk.codec_error"),
+        ({"remote.codec": "int8"}, "remote.codec is set, but remote.url is not"),
+    ],
+    ids=str,
+)
+def test_a_codec_that_does_not_exist_or_may_err_by_anything_is_refused(values: dict[str, object], says: str) -> None:
+    assert says in refusal(values)
+
+
+def test_codecs_are_exact_until_somebody_says_otherwise() -> None:
+    settings = Settings.load(None, {"tenants.acme.sessions": 1, "tenants.other.codec": "lossless"}, {})
+    assert (settings.disk.codec, settings.disk.codec_error, settings.remote.codec) == ("exact", None, "exact")
+    assert settings.codecs == {"acme": None, "other": "lossless"}
 
 
 def test_a_socket_path_that_is_taken_by_a_file_is_refused(tmp_path: Path) -> None:

@@ -55,6 +55,14 @@ class ChecksumError(StorageError):
     """Bytes read from disk are not the bytes that were written."""
 
 
+class MissingKeyError(StorageError):
+    """Bytes are encrypted with a key that was not given. They are good, and can be read with it."""
+
+
+class KeyFileError(SwapError):
+    """The content of a key file is not a list of keys."""
+
+
 class LostBytesError(StorageError):
     """The file that had the bytes is gone or too short; retrying the read does not help."""
 

@@ -7,21 +7,19 @@ tag. From cryptography 50 on it releases the interpreter's lock for pieces above
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-if TYPE_CHECKING:
-    from cryptography.utils import Buffer
+Bytes = bytes | bytearray | memoryview
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
 
 
-def encrypt(key: bytes, nonce: bytes, clear: Iterable[Buffer], hidden: Iterable[tuple[Buffer, Buffer]]) -> bytes:
+def encrypt(key: bytes, nonce: bytes, clear: Iterable[Bytes], hidden: Iterable[tuple[Bytes, Bytes]]) -> bytes:
     """Encrypts one message and returns its tag.
 
     Args:
@@ -41,7 +39,7 @@ def encrypt(key: bytes, nonce: bytes, clear: Iterable[Buffer], hidden: Iterable[
 
 
 def decrypt(
-    key: bytes, nonce: bytes, tag: bytes, clear: Iterable[Buffer], hidden: Iterable[tuple[Buffer, Buffer]]
+    key: bytes, nonce: bytes, tag: bytes, clear: Iterable[Bytes], hidden: Iterable[tuple[Bytes, Bytes]]
 ) -> bool:
     """Decrypts a message of `encrypt`, likewise. False if it is not what was encrypted; the memory then has garbage."""
     decryption = Cipher(AES(key), GCM(nonce, tag)).decryptor()

@@ -51,6 +51,10 @@ class EncodingError(StorageError):
     """Encoded bytes cannot be decoded: no codec of this version has written them."""
 
 
+class UnavailableCodecError(StorageError):
+    """No codec has this name, or a package that it needs is not installed."""
+
+
 class ChecksumError(StorageError):
     """Bytes read from disk are not the bytes that were written."""
 

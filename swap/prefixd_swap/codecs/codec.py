@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 import numpy as np
@@ -28,6 +29,19 @@ class LayerErrors:
     """The root mean square of the differences."""
 
 
+class Refused(Enum):
+    """Why a part stays as it is. The values are names in counters."""
+
+    NOT_TAKEN = "not_taken"
+    """The codec does not encode such parts: a lossy one knows no shape of it, or the shape has other bytes."""
+    NOT_FEWER = "not_fewer"
+    """It would not be fewer bytes."""
+    NOT_FINITE = "not_finite"
+    """A number of it is infinite or none."""
+    ABOVE_BOUND = "above_bound"
+    """A layer's relative RMS error would be above the bound."""
+
+
 class Codec(ABC):
     """Encodes the bytes of one part. Any thread may call it; large calls release the interpreter's lock."""
 
@@ -36,19 +50,21 @@ class Codec(ABC):
     number: ClassVar[int]
     """In stored bytes; never used for another codec."""
     lossy: ClassVar[bool]
+    most_error: ClassVar[float] = 0.0
+    """The largest relative RMS error of a layer, unless whoever encodes says otherwise."""
 
     @abstractmethod
     def takes(self, nbytes: int, shape: PartShape | None) -> bool:
         """Whether it can encode parts of `nbytes` bytes and this shape; None: nothing is known of them."""
 
     @abstractmethod
-    def encode(self, data: UInt8s, shape: PartShape | None) -> UInt8s | None:
-        """The encoded bytes of `data`; None if they would not be fewer, or a number is not finite."""
+    def encode(self, data: UInt8s, shape: PartShape | None) -> UInt8s | Refused:
+        """The encoded bytes of `data`, which `takes` allows; not to be written to."""
 
     @abstractmethod
     def decode(self, encoded: UInt8s, shape: PartShape | None, into: UInt8s) -> None:
-        """Decodes into `into`, which has the part's bytes.
+        """Decodes into `into`, which has the part's bytes. Takes no more memory than twice these.
 
         Raises:
-            EncodingError: `encoded` is not the result of `encode` for such a part.
+            EncodingError: `encoded` is not the result of `encode` for such a part. `into` has any bytes then.
         """

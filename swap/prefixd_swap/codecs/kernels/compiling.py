@@ -1,0 +1,37 @@
+"""How loops are compiled: once a machine where the result can be kept, without Python's lock while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import numba
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+def compiled(*, reorders: bool = False) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """A decorator: compiles a function at its first call, and keeps the code beside its file or in NUMBA_CACHE_DIR.
+
+    Where neither can be written, each process compiles for itself. Floating point is computed as it is
+    written, so that every machine makes the same bytes, unless `reorders` allows sums in another order.
+    """
+    fast: set[str] | bool = {"reassoc", "nsz"} if reorders else False
+
+    def compile_lazily(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        try:
+            kernel: Any = numba.njit(function, nogil=True, fastmath=fast, cache=True)
+        except RuntimeError:  # "no locator available": no folder can be written
+            kernel = numba.njit(function, nogil=True, fastmath=fast)
+
+        def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+            try:
+                result: _Result = kernel(*args, **kwargs)
+            except OSError:  # the folder is full or gone; numba has the code in memory before it writes it
+                result = kernel(*args, **kwargs)
+            return result
+
+        return call
+
+    return compile_lazily

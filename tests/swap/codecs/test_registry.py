@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from prefixd_swap.codecs.registry import CODECS, find_codec
+from prefixd_swap.errors import UnavailableCodecError
+
+
+@pytest.mark.parametrize(("name", "number"), [("exact", 0), ("lossless", 1), ("int8", 2), ("k8v4", 3)])
+def test_a_codec_is_found_by_name_and_by_the_number_that_is_on_disks(name: str, number: int) -> None:
+    assert find_codec(name).name == name
+    assert find_codec(name).number == number == CODECS[name]
+    assert type(find_codec(number)) is type(find_codec(name))
+
+
+@pytest.mark.parametrize("unknown", ["fp8", "", 4, -1])
+def test_an_unknown_codec_is_refused_with_those_there_are(unknown: str | int) -> None:
+    with pytest.raises(UnavailableCodecError, match=r"no codec .*; use one of exact, lossless, int8, k8v4"):
+        find_codec(unknown)
+
+
+def test_only_codecs_that_need_packages_import_them() -> None:
+    script = (
+        "import sys, prefixd_swap.codecs.coding; from prefixd_swap.codecs.registry import find_codec; "
+        "find_codec('exact'); assert not {'numba', 'zstandard'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("name", ["lossless", "int8", "k8v4"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(name: str) -> None:
+    script = (
+        "import sys; sys.modules['numba'] = None\n"
+        "from prefixd_swap.codecs.registry import find_codec\n"
+        "from prefixd_swap.errors import UnavailableCodecError\n"
+        f"try: find_codec({name!r})\n"
+        "except UnavailableCodecError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert said.startswith(f"codec {name}: a package is missing") and "pip install 'prefixd[codecs]'" in said

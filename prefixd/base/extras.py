@@ -15,6 +15,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "top": ("textual",),
     "worker": (*_DAEMON, "torch", "transformers", "tokenizers", "safetensors", "PIL", "cuda", "jinja2"),
     "codecs": ("numba", "zstandard"),
+    "encryption": ("cryptography",),
     "remote": ("cryptography", "obstore"),
     "mooncake": ("mooncake",),
     "otel": ("opentelemetry",),

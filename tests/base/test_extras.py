@@ -32,9 +32,10 @@ MODULES = {
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_brings_the_modules_that_are_asked_for(extra: str) -> None:
     names = {requirement.partition(">")[0] for requirement in PROJECT["optional-dependencies"][extra]}
-    modules = {MODULES.get(name, name) for name in names - {"prefixd[daemon]"}}
-    if "prefixd[daemon]" in names:
-        modules |= {*EXTRAS["daemon"]}
+    others = {name for name in names if name.startswith("prefixd[")}
+    modules = {MODULES.get(name, name) for name in names - others}
+    for other in others:
+        modules |= {*EXTRAS[other.removeprefix("prefixd[").removesuffix("]")]}
     assert modules == {*EXTRAS[extra]}
 
 
@@ -48,7 +49,14 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("zmq.asyncio", "daemon"), ("torch", "worker"), ("obstore", "remote"), ("nonsense", None)]
+    ("module", "extra"),
+    [
+        ("zmq.asyncio", "daemon"),
+        ("torch", "worker"),
+        ("obstore", "remote"),
+        ("cryptography", "encryption"),
+        ("nonsense", None),
+    ],
 )
 def test_a_module_belongs_to_the_first_extra_that_has_it(module: str, extra: str | None) -> None:
     assert extra_of(module) == extra

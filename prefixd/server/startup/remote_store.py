@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import ssl
-import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.extras import require
-from prefixd.server.access.socket_access import is_secret
+from prefixd.server.startup.secret_files import read_secret
 from prefixd.settings import RemoteSettings
 from prefixd_swap import CpuArena, StorageError
 from prefixd_swap.sealing.derived_keys import LEAST_SECRET_BYTES
 from prefixd_swap.stores import MooncakeOptions, S3Options, StoreOptions, ValkeyOptions, open_store
 from prefixd_swap.tiers import RemoteTier
 from prefixd_swap.transfers import Transfers
-
-_MOST_SECRET_BYTES = 4096
 
 
 def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Transfers) -> RemoteTier:
@@ -36,10 +33,10 @@ def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Tra
     from prefixd_swap.stores.sealed import Seal
 
     assert settings.secret_file is not None  # the settings were checked
-    secret = _read_secret("remote.secret_file", settings.secret_file, LEAST_SECRET_BYTES)
+    secret = read_secret("remote.secret_file", settings.secret_file, LEAST_SECRET_BYTES)
     key = None
     if settings.encryption_key_file is not None:
-        key = _read_secret("remote.encryption_key_file", settings.encryption_key_file, LEAST_SECRET_BYTES)
+        key = read_secret("remote.encryption_key_file", settings.encryption_key_file, LEAST_SECRET_BYTES)
     _check_tls(settings)
     try:
         store = open_store(_store_options(settings))
@@ -81,7 +78,7 @@ def _store_options(settings: RemoteSettings) -> StoreOptions:
         )
     password = None
     if settings.password_file is not None:
-        password = _read_secret("remote.password_file", settings.password_file, 1).decode()
+        password = read_secret("remote.password_file", settings.password_file, 1).decode()
     return ValkeyOptions(
         host=url.hostname or "127.0.0.1",
         port=url.port or 6379,
@@ -133,28 +130,3 @@ def _check_tls(settings: RemoteSettings) -> None:
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else os.fspath(path)
-
-
-def _read_secret(name: str, path: Path, least_bytes: int) -> bytes:
-    """Returns the content of a secret file, without white space at its ends.
-
-    Raises:
-        ConfigError: the file cannot be read, other users can read it, or it is too short or too long.
-    """
-    try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            secret = file.read(_MOST_SECRET_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"{name} = {path}: {error.strerror}; give a file that the daemon can read") from error
-    mode = stat.S_IMODE(found.st_mode)
-    if not is_secret(found):
-        raise ConfigError(
-            f"{name} = {path} (mode {mode:04o}, of user {found.st_uid}) must be the daemon's alone; chmod 600 {path}"
-        )
-    if not least_bytes <= len(secret) <= _MOST_SECRET_BYTES:
-        raise ConfigError(
-            f"{name} = {path} has {len(secret)} bytes; it needs {least_bytes} to {_MOST_SECRET_BYTES}: "
-            f"openssl rand -hex 32 > {path}"
-        )
-    return secret

@@ -47,35 +47,10 @@ class RestKey:
         return key_name(self.id)
 
 
-@dataclass(frozen=True, slots=True)
-class KeySet:
-    """What one tenant's blocks are encrypted and decrypted with.
-
-    Attributes:
-        sealing: encrypts what is written; None: it is written in clear.
-        opening: all keys by id. Also other tenants': a tenant that gets a key file of its own has blocks under the
-            shared key.
-    """
-
-    sealing: RestKey | None
-    opening: Mapping[int, RestKey] = field(repr=False)
-
-    def find(self, key_id: int) -> RestKey:
-        """The key with this id.
-
-        Raises:
-            MissingKeyError: there is none.
-        """
-        key = self.opening.get(key_id)
-        if key is None:
-            raise MissingKeyError(
-                f"the key {key_name(key_id)} is missing; put it back into its key file, as a line after the first"
-            )
-        return key
-
-
 class RestKeys:
     """The keys of all tenants. Any thread may call it.
+
+    All keys open what any tenant has: one that gets a key file of its own has blocks under the shared key.
 
     Args:
         shared: the keys of tenants without a key file, the one that encrypts first.
@@ -92,21 +67,43 @@ class RestKeys:
         for key in (*shared, *(key for keys in tenants.values() for key in keys)):
             if opening.setdefault(key.id, key) != key:
                 raise KeyFileError(f"two different keys have the id {key.name}; replace the newer one by another")
-        self._shared = KeySet(shared[0] if shared else None, MappingProxyType(opening))
-        self._tenants = {name: KeySet(keys[0], MappingProxyType(opening)) for name, keys in tenants.items() if keys}
+        firsts = {name: keys[0] for name, keys in tenants.items() if keys}
+        self._keys = _Keys(shared[0] if shared else None, firsts, opening)
 
-    @property
-    def opening(self) -> Mapping[int, RestKey]:
-        """All keys by id."""
-        return self._shared.opening
+    def key_for(self, tenant: str) -> RestKey | None:
+        """The key that encrypts what is written of a tenant; None: it is written in clear."""
+        keys = self._keys
+        return keys.tenants.get(tenant, keys.shared)
 
-    def keys_for(self, tenant: str) -> KeySet:
-        """The keys of a tenant."""
-        return self._tenants.get(tenant, self._shared)
+    def find(self, key_id: int) -> RestKey:
+        """The key with this id.
+
+        Raises:
+            MissingKeyError: there is none.
+        """
+        key = self._keys.opening.get(key_id)
+        if key is None:
+            raise MissingKeyError(
+                f"the key {key_name(key_id)} is missing; put it back into its key file, as a line after the first"
+            )
+        return key
 
     def missing(self, key_ids: Iterable[int]) -> list[int]:
         """Those of `key_ids` for which there is no key, ascending."""
-        return sorted(set(key_ids).difference(self.opening))
+        return sorted(set(key_ids).difference(self._keys.opening))
+
+    def replace(self, others: RestKeys) -> None:
+        """Take the keys of `others` instead, for all later calls."""
+        self._keys = others._keys
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What `RestKeys.replace` replaces at once."""
+
+    shared: RestKey | None
+    tenants: Mapping[str, RestKey]
+    opening: Mapping[int, RestKey]
 
 
 def parse_keys(content: bytes) -> tuple[RestKey, ...]:

@@ -24,7 +24,7 @@ import xxhash
 from prefixd_swap.errors import ChecksumError, EncodingError
 from prefixd_swap.sealing.aes_gcm import NONCE_BYTES, TAG_BYTES, Bytes, decrypt, encrypt
 from prefixd_swap.sealing.derived_keys import KEY_BYTES, object_key
-from prefixd_swap.sealing.rest_keys import KeySet, RestKey
+from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
 
 UInt8s = npt.NDArray[np.uint8]
 
@@ -105,7 +105,7 @@ def read_head(stored: UInt8s) -> SealedHead:
     return SealedHead(key_id, bool(flags & _CODED), stored.nbytes - SEAL_BYTES)
 
 
-def open_sealed(stored: UInt8s, keys: KeySet, identity: bytes, into: UInt8s) -> int:
+def open_sealed(stored: UInt8s, keys: RestKeys, identity: bytes, into: UInt8s) -> int:
     """Decrypts an object's content to the start of `into`; returns xxh3_64 of the content.
 
     Args:

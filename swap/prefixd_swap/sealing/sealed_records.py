@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR, ECB
 
 from prefixd_swap.errors import EncodingError
-from prefixd_swap.sealing.rest_keys import KeySet, RestKey
+from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
 
 UInt8s = npt.NDArray[np.uint8]
 UInt32s = npt.NDArray[np.uint32]
@@ -38,7 +38,7 @@ def seal_record(end: bytes, key: RestKey) -> bytes:
     return _HEAD.pack(key.id, nonce) + _in_counter_mode(end, key, nonce)
 
 
-def open_record(sealed: bytes, keys: KeySet) -> bytes:
+def open_record(sealed: bytes, keys: RestKeys) -> bytes:
     """The end of a record that `seal_record` has encrypted.
 
     Raises:
@@ -57,7 +57,7 @@ def record_keys(sealed: UInt8s) -> UInt32s:
     return ids
 
 
-def open_records(sealed: UInt8s, keys: KeySet) -> UInt8s:
+def open_records(sealed: UInt8s, keys: RestKeys) -> UInt8s:
     """As `open_record`, m of one length; [m, bytes] to [m, bytes - RECORD_SEAL_BYTES]."""
     if sealed.shape[1] < RECORD_SEAL_BYTES:
         raise EncodingError(f"encrypted ends of records have {RECORD_SEAL_BYTES} bytes or more, not {sealed.shape[1]}")

@@ -35,29 +35,34 @@ def test_keys_say_their_id_and_not_themselves() -> None:
     assert len(ONE.name) == 8 and ONE.name == key_name(ONE.id)
     assert 0 < ONE.id < 1 << 30
     assert len({ONE.id, TWO.id, THREE.id, *(key.objects for key in (ONE, TWO)), ONE.records, TWO.records}) == 7
-    shown = repr(ONE) + repr(RestKeys((ONE,)).keys_for("x"))
+    shown = repr(ONE) + repr(RestKeys((ONE,)))
     assert repr(ONE.objects) not in shown and repr(ONE.records) not in shown and "1111" not in shown
 
 
 def test_the_first_key_encrypts_and_all_decrypt() -> None:
     keys = RestKeys((TWO, ONE), {"acme": (THREE,)})
-    assert keys.keys_for("acme").sealing == THREE
-    assert keys.keys_for("other").sealing == TWO
-    for tenant in ("acme", "other"):
-        assert [keys.keys_for(tenant).find(key.id) for key in (ONE, TWO, THREE)] == [ONE, TWO, THREE]
+    assert keys.key_for("acme") == THREE
+    assert keys.key_for("other") == TWO
+    assert [keys.find(key.id) for key in (ONE, TWO, THREE)] == [ONE, TWO, THREE]
 
 
 def test_without_keys_nothing_is_encrypted_and_what_is_missing_is_named() -> None:
-    keys = RestKeys()
-    assert keys.keys_for("acme").sealing is None
-    assert RestKeys((), {"acme": (ONE,)}).keys_for("other").sealing is None
+    assert RestKeys().key_for("acme") is None
+    assert RestKeys((), {"acme": (ONE,)}).key_for("other") is None
     assert RestKeys((ONE,)).missing([TWO.id, ONE.id, TWO.id]) == [TWO.id]
     with pytest.raises(MissingKeyError, match=f"the key {ONE.name} is missing"):
-        keys.keys_for("acme").find(ONE.id)
+        RestKeys().find(ONE.id)
+
+
+def test_keys_are_replaced_where_they_are_used() -> None:
+    keys = RestKeys((ONE,))
+    keys.replace(RestKeys((TWO, ONE), {"acme": (THREE,)}))
+    assert [keys.key_for(tenant) for tenant in ("acme", "other")] == [THREE, TWO]
+    assert keys.find(ONE.id) == ONE and not keys.missing([ONE.id, TWO.id, THREE.id])
 
 
 def test_two_keys_with_one_id_are_refused() -> None:
     twin = RestKey(ONE.id, TWO.objects, TWO.records)
     with pytest.raises(KeyFileError, match=ONE.name):
         RestKeys((ONE,), {"acme": (twin,)})
-    assert RestKeys((ONE,), {"acme": (ONE,)}).keys_for("acme").sealing == ONE
+    assert RestKeys((ONE,), {"acme": (ONE,)}).key_for("acme") == ONE

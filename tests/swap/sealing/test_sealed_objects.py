@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd_swap.errors import ChecksumError, EncodingError, MissingKeyError, StorageError
-from prefixd_swap.sealing.rest_keys import KeySet, RestKey, RestKeys
+from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
 from prefixd_swap.sealing.sealed_objects import (
     SEAL_BYTES,
     SealedHead,
@@ -24,7 +24,7 @@ from prefixd_swap.sealing.sealed_objects import (
 )
 
 OLD, NEW, OTHER = (RestKey.derive(each * 16) for each in (b"o", b"n", b"x"))
-KEYS = RestKeys((NEW, OLD)).keys_for("acme")
+KEYS = RestKeys((NEW, OLD))
 IDENTITY = part_identity(b"n" * 8, b"k" * 16, 0)
 
 
@@ -32,7 +32,7 @@ def array(data: bytes) -> UInt8s:
     return np.frombuffer(data, np.uint8).copy()
 
 
-def opened(stored: UInt8s, keys: KeySet = KEYS, identity: bytes = IDENTITY) -> bytes:
+def opened(stored: UInt8s, keys: RestKeys = KEYS, identity: bytes = IDENTITY) -> bytes:
     into = np.zeros(max(0, stored.nbytes - SEAL_BYTES), np.uint8)
     open_sealed(stored, keys, identity, into)
     return into.tobytes()
@@ -100,7 +100,7 @@ def test_a_missing_key_is_named_and_keeps_the_object() -> None:
     with pytest.raises(MissingKeyError, match=f"the key {OTHER.name} is missing; put it back"):
         opened(stored)
     assert (stored == before).all()
-    assert opened(stored, RestKeys((NEW, OLD, OTHER)).keys_for("acme")) == b"content"
+    assert opened(stored, RestKeys((NEW, OLD, OTHER))) == b"content"
 
 
 def test_another_key_with_the_same_id_does_not_open_it() -> None:

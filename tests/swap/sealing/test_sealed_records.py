@@ -20,7 +20,7 @@ from prefixd_swap.sealing.sealed_records import (
 )
 
 OLD, NEW, OTHER = (RestKey.derive(each * 16) for each in (b"o", b"n", b"x"))
-KEYS = RestKeys((NEW, OLD)).keys_for("acme")
+KEYS = RestKeys((NEW, OLD))
 
 
 @given(

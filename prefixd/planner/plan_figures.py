@@ -39,7 +39,8 @@ class PlanFigures:
         hits: of each tier.
         achievable_hit_rate: the share that a cache without limits would have found; None if it is not known.
         ttft_s: quantiles.
-        disk_written_bytes, disk_read_bytes: bytes moved.
+        disk_written_bytes, disk_read_bytes: bytes moved, as the disk keeps them.
+        disk_saved_bytes: at the end, by how many bytes the disk's blocks are larger than what it keeps of them.
         evicted_blocks: of each tier.
         preempted: how often the dispatcher took a request back from the worker for lack of frames.
         gpu_busy: share of the time in which the worker computed.
@@ -57,6 +58,7 @@ class PlanFigures:
     ttft_s: Quantiles
     disk_written_bytes: int
     disk_read_bytes: int
+    disk_saved_bytes: int
     evicted_blocks: dict[str, int]
     preempted: int
     gpu_busy: float
@@ -75,6 +77,7 @@ def summarise(
     achievable: float | None,
     disk_written_bytes: int,
     disk_read_bytes: int,
+    disk_saved_bytes: int,
     evicted_blocks: dict[str, int],
     preempted: int,
     busy_s: float,
@@ -97,6 +100,7 @@ def summarise(
         ttft_s=Quantiles(quantile(waits, 0.5), quantile(waits, 0.95)),
         disk_written_bytes=disk_written_bytes,
         disk_read_bytes=disk_read_bytes,
+        disk_saved_bytes=disk_saved_bytes,
         evicted_blocks=evicted_blocks,
         preempted=preempted,
         gpu_busy=busy_s / elapsed_s,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prefixd.base.errors import ConfigError
 from prefixd.planner.curve import OPTIMUM, Curve
+from prefixd.planner.machine.planned_codecs import EXACT
 from prefixd.planner.sweep import GIB, Point, enough
 
 
@@ -30,16 +31,19 @@ def draw_plan(points: Sequence[Point], curve: Curve | None, token_bytes: int, fi
 
     figure = Figure(figsize=(10 if curve is None else 15, 4), layout="constrained")
     hits, waits, *others = figure.subplots(1, 2 if curve is None else 3)
+    codecs = {plan.plan.codec.name for plan, _ in points}
     lines: dict[str, list[Point]] = {}
     for plan, figures in points:
         settings = plan.plan.settings
         label = f"{plan.cpu_bytes / GIB:g} GiB, {settings.scheduler.policy}, {settings.cache.eviction}"
+        label += f", {plan.plan.codec.name}" if codecs > {EXACT.name} else ""
         lines.setdefault(label, []).append((plan, figures))
     for label, line in lines.items():
         ordered = sorted(line, key=lambda point: point[0].disk_bytes)
         sizes = [plan.disk_bytes / GIB for plan, _ in ordered]
         hits.plot(sizes, [100 * found.hit_rate for _, found in ordered], marker="o", label=label)
         waits.plot(sizes, [found.ttft_s.p50 for _, found in ordered], marker="o", label=label)
+    legend = "CPU tier, policy, eviction" + (", codec" if codecs > {EXACT.name} else "")
     best, found = enough(points)
     hits.plot([best.disk_bytes / GIB], [100 * found.hit_rate], "k*", markersize=14, label="enough")
     if (most := points[0][1].achievable_hit_rate) is not None:
@@ -47,8 +51,8 @@ def draw_plan(points: Sequence[Point], curve: Curve | None, token_bytes: int, fi
     hits.set(xlabel="disk tier, GiB", ylabel="prompt tokens found, %", ylim=(0, None), title="Hits by the disk's size")
     waits.set(xlabel="disk tier, GiB", ylabel="time to first token, p50, s", ylim=(0, None))
     waits.set(title="Wait for the first token")
-    waits.legend(title="CPU tier, policy, eviction", fontsize="small")
-    hits.legend(title="CPU tier, policy, eviction", fontsize="small")
+    waits.legend(title=legend, fontsize="small")
+    hits.legend(title=legend, fontsize="small")
     if curve is not None:
         (axes,) = others
         sizes = [size * curve.block_tokens * token_bytes / GIB for size in curve.capacities]

@@ -84,6 +84,7 @@ class TracePlan:
             "disk_bytes": self.disk_bytes,
             "policy": settings.scheduler.policy,
             "eviction": settings.cache.eviction,
+            "codec": self.plan.codec.name,
         }
 
 

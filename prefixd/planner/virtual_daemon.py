@@ -6,6 +6,7 @@ Everything here runs on a `SimulatedTimeLoop`; the same arguments give the same 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_integrity
 from prefixd.planner.machine.hardware import Way, Ways
 from prefixd.planner.machine.pass_costs import ComputeCosts
+from prefixd.planner.machine.planned_codecs import EXACT, PlannedCodec
 from prefixd.planner.plan_figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.planned_models import PlannedModel
 from prefixd.planner.planned_worker import SimulatedWorker
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
-from prefixd.planner.simulation.link import SimulatedLink, UnbackedCopyEngine
+from prefixd.planner.simulation.link import NOT_CODED, SimulatedCoding, SimulatedLink, UnbackedCopyEngine
 from prefixd.planner.simulation.memory import UnbackedMemory, UnbackedMemoryTier
 from prefixd.planner.simulation.store import UnbackedStoreTier
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
@@ -52,6 +54,7 @@ class Plan:
         ways: between the tiers.
         request_s: seconds of a request on its way to the queue and back.
         chunk_bytes: of the GPU's memory, which blocks fill; 0: any size fills it, as on a CPU.
+        codec: of the disk tier.
     """
 
     model: PlannedModel
@@ -60,6 +63,12 @@ class Plan:
     ways: Ways
     request_s: float = 0.0
     chunk_bytes: int = 0
+    codec: PlannedCodec = EXACT
+
+    @property
+    def disk_bytes(self) -> int:
+        """Exact bytes of the blocks for which the disk tier has room."""
+        return int(self.settings.disk.bytes / self.codec.stored)
 
     @property
     def strides(self) -> Sequence[int]:
@@ -123,21 +132,22 @@ class VirtualDaemon:
         )
         frames = self._frames(frame_bytes)
         transfers = Transfers(urgency_enabled=settings.transfers.urgency, clock=clock)
-        _check_sizes(settings, self._kv.block_frames * frame_bytes)
+        _check_sizes(plan, self._kv.block_frames * frame_bytes)
         self._memory = UnbackedMemory(frame_bytes)
         self._pool = FramePool(self._memory, frame_bytes, frames)
         shared = None
         if settings.cpu.bytes:
             shared = UnbackedMemoryTier(settings.cpu.bytes, name="cpu", level=1, shared=True)
-        self._read_link, self._write_link = self._link(plan.ways.disk_read), self._link(plan.ways.disk_write)
+        self._read_link = self._link(plan.ways.disk_read, plan.codec.up)
+        self._write_link = self._link(plan.ways.disk_write, plan.codec.down)
         durable = None
         if settings.disk.bytes:
             threads = settings.disk.io_threads
-            durable = UnbackedStoreTier(
+            durable = UnbackedStoreTier(  # everything above it counts exact bytes, so that its capacity does too
                 transfers,
                 name="disk",
                 level=2,
-                capacity_bytes=settings.disk.bytes,
+                capacity_bytes=plan.disk_bytes,
                 link=self._read_link,
                 write_link=self._write_link,
                 limits=DeviceLimits(in_flight=threads + threads // 2, reserved=threads // 2),
@@ -146,7 +156,7 @@ class VirtualDaemon:
             durable.least_piece_bytes = _BLOCKS_A_WRITE * self._kv.block_frames * frame_bytes
         tiers = Tiers(transfers, compute=GpuTier(self._pool), shared=shared, durable=durable, troubles=Troubles(clock))
         self._engine = UnbackedCopyEngine(self._link(plan.ways.to_gpu), self._link(plan.ways.from_gpu))
-        self.cache: TieredCache = make_cache(settings, tiers, self._engine, clock)
+        self.cache: TieredCache = make_cache(_without_codecs(settings), tiers, self._engine, clock)
         self.worker = SimulatedWorker(
             plan.costs,
             self._kv,
@@ -200,6 +210,7 @@ class VirtualDaemon:
                 f"bytes, the shortest of {min(r.prompt_tokens + r.output_tokens for r in workload.requests)} tokens; "
                 "make it larger"
             )
+        disk_bytes = 0 if tiers.durable is None else tiers.durable.used_bytes
         return summarise(
             results,
             [tier.name for tier in tiers],
@@ -208,6 +219,7 @@ class VirtualDaemon:
             achievable=None if achievable is None else achievable(client.refused),
             disk_written_bytes=self._write_link.moved_bytes - written,
             disk_read_bytes=self._read_link.moved_bytes - read,
+            disk_saved_bytes=round((1 - self._plan.codec.stored) * disk_bytes),
             evicted_blocks={
                 tier.name: tiers.counters[tier.level].evicted - evicted[tier.name] for tier in tiers.existing
             },
@@ -266,8 +278,8 @@ class VirtualDaemon:
             )
         return frames
 
-    def _link(self, way: Way) -> SimulatedLink:
-        return SimulatedLink(way.bytes_per_s, way.latency_s, self._clock, asyncio.sleep)
+    def _link(self, way: Way, coding: SimulatedCoding = NOT_CODED) -> SimulatedLink:
+        return SimulatedLink(way.bytes_per_s, way.latency_s, self._clock, asyncio.sleep, coding)
 
 
 class _Watch:
@@ -384,10 +396,22 @@ class _Client:
             self._send_next()
 
 
-def _check_sizes(settings: Settings, block_bytes: int) -> None:
-    for name, nbytes in (("cpu.bytes", settings.cpu.bytes), ("disk.bytes", settings.disk.bytes)):
-        if 0 < nbytes < block_bytes:
+def _without_codecs(settings: Settings) -> Settings:
+    """The settings of a cache that encodes nothing, since a tier without bytes has none: its link does instead."""
+    tenants = {name: tenant.model_copy(update={"codec": None}) for name, tenant in settings.tenants.items()}
+    disk = settings.disk.model_copy(update={"codec": "exact"})
+    return settings.model_copy(update={"disk": disk, "tenants": tenants})
+
+
+def _check_sizes(plan: Plan, block_bytes: int) -> None:
+    settings = plan.settings
+    stored_bytes = math.ceil(block_bytes * plan.codec.stored)
+    for name, nbytes, least in (
+        ("cpu.bytes", settings.cpu.bytes, block_bytes),
+        ("disk.bytes", settings.disk.bytes, stored_bytes),
+    ):
+        if 0 < nbytes < least:
             raise ConfigError(
-                f"{name} = {nbytes} holds no block: one of {settings.worker.block_tokens} tokens has {block_bytes} "
-                "bytes; make the tier larger, or 0 for none"
+                f"{name} = {nbytes} holds no block: one of {settings.worker.block_tokens} tokens has {least} bytes "
+                "there; make the tier larger, or 0 for none"
             )

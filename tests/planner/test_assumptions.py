@@ -152,7 +152,9 @@ def test_a_missing_figure_and_a_missing_file_are_named(tmp_path: Path) -> None:
 async def test_this_machine_can_be_measured(tmp_path: Path) -> None:
     told: list[str] = []
     measured = await measure_machine(tmp_path, "cpu", told.append)
-    assert told == ["the disk", "copies"] and not list(tmp_path.iterdir()), "nothing is left behind"
+    assert told == ["the disk", "the codec lossless", "the codec int8", "the codec k8v4", "copies"]
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    assert all(measured.codec_speed(codec) for codec in ("lossless", "int8", "k8v4"))
     assert min(measured.disk_read_bytes_per_s, measured.disk_write_bytes_per_s, measured.copy_bytes_per_s) > 1e6
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="name another directory"):

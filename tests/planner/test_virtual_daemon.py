@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from prefixd.base.errors import ConfigError
 from prefixd.planner.machine.hardware import HARDWARE
 from prefixd.planner.machine.pass_costs import PeakCosts
+from prefixd.planner.machine.planned_codecs import PlannedCodec
 from prefixd.planner.plan_figures import PlanFigures
 from prefixd.planner.planned_models import MODELS, LayerGroup
 from prefixd.planner.virtual_daemon import Plan, simulate
@@ -61,6 +63,42 @@ def test_the_disk_finds_what_lay_there_when_its_request_came(make_plan: MakePlan
         shares.append({tier: round(share * 24 * 9 / 4) for tier, share in figures.hits.items()})  # in blocks
     assert shares[0] == shares[1]
     assert sum(shares[0].values()) == 24 and shares[0]["disk"] >= 24 - 5 - 8
+
+
+def test_a_disk_of_half_the_bytes_finds_what_one_of_twice_the_size_does(
+    make_plan: MakePlan, one_by_one: Letters
+) -> None:
+    def run(disk: int, stored: float) -> PlanFigures:
+        plan = make_plan(gpu=5, cpu=3, disk=disk)
+        (figures,) = simulate(replace(plan, codec=PlannedCodec("int8", stored)), [one_by_one("ABCDEF" * 2)])
+        return figures
+
+    few, many, coded = run(6, 1.0), run(12, 1.0), run(6, 0.5)
+    assert found(few) != found(many) == found(coded)
+    assert coded.disk_written_bytes == many.disk_written_bytes // 2 > 0
+    assert coded.disk_read_bytes == many.disk_read_bytes // 2 > 0
+    assert many.disk_saved_bytes == 0 and coded.disk_saved_bytes == 6 * 4096, "twelve blocks are in it"
+
+
+def test_decoding_is_waited_for(make_plan: MakePlan, one_by_one: Letters) -> None:
+    plan = make_plan(gpu=5, cpu=3, disk=64, scheduler__load="always")
+    slow, fast = (
+        simulate(replace(plan, codec=PlannedCodec("int8", 0.5, 1e9, speed)), [one_by_one("ABCDABCD")])[0]
+        for speed in (4096.0, 1e9)
+    )
+    assert slow.hits == fast.hits
+    assert slow.elapsed_s == pytest.approx(fast.elapsed_s + 2 * slow.disk_read_bytes / 4096, rel=0.01)
+
+
+def test_a_disk_that_holds_one_coded_block_is_planned(make_plan: MakePlan, one_by_one: Letters) -> None:
+    def plan(disk: int) -> Plan:
+        three = (LayerGroup(layers=3, kv_heads=1, head_dim=256),)  # three times as many bytes a block
+        exact = make_plan(6, 3, disk, three, disk__codec="int8", tenants__team__codec="k8v4")
+        return replace(exact, codec=PlannedCodec("int8", 0.5))
+
+    assert simulate(plan(2), [one_by_one("ABC", blocks=1)])[0].disk_saved_bytes == 3 * 4096 // 2
+    with pytest.raises(ConfigError, match=r"disk\.bytes = 4096 holds no block: one of 4 tokens has 6144 bytes there"):
+        simulate(plan(1), [one_by_one("A", blocks=1)])
 
 
 def test_no_cache_finds_nothing(make_plan: MakePlan, one_by_one: Letters) -> None:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from prefixd.base.errors import ConfigError
-from prefixd.base.sizes import as_size
-from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cli.commands.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.failures import WrongUsage, examples
 
 if TYPE_CHECKING:
     from prefixd.planner.curve import Curve
     from prefixd.planner.machine.calibration import Calibration
+    from prefixd.planner.machine.planned_codecs import PlannedCodec
     from prefixd.planner.planned_models import PlannedModel
     from prefixd.planner.sweep import Point, TracePlan
     from prefixd.planner.virtual_daemon import Plan
@@ -31,6 +30,7 @@ EXAMPLES = examples(
     "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 256GiB --disk 4TiB",
     "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 64GiB,256GiB --disk 0,1TiB,4TiB "
     "--sweep --out plan.json --plot plan.png",
+    "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 64GiB --disk 1TiB --codec int8",
     "prefixd plan --trace million.jsonl --model llama-3-8b --gpu 40GiB --cpu 256GiB --timed 20000",
 )
 
@@ -87,6 +87,15 @@ class MachineOptions:
     hardware: Annotated[
         str, typer.Option(metavar="NAME", rich_help_panel=MACHINE, help="a100, h100, h200, or a JSON file.")
     ] = "h100"
+    codec: Annotated[
+        str | None,
+        _option(
+            "--codec",
+            MACHINE,
+            "NAMES",
+            "How the disk tier stores blocks, beside exact: lossless, int8, k8v4; several are separated by commas.",
+        ),
+    ] = None
     calibration: Annotated[
         Path | None,
         _option(
@@ -208,10 +217,14 @@ def plan_command(
 
     With --sweep, --cpu, --disk, --policy and --eviction may be lists; a single size stands for a quarter of it, half of
     it, the size itself, and twice the size.
+
+    With --codec the disk tier stores fewer bytes, and the command compares this with exact blocks; without --sweep, at
+    the four sizes of the disk tier that a single one stands for.
     """
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
     from prefixd.cli.demo.demo import check_writable
     from prefixd.cli.output.json_values import print_json
+    from prefixd.cli.output.tables.plan_tables import print_curve, print_points
     from prefixd.planner.machine.calibration import read_calibration
     from prefixd.planner.machine.hardware import find_hardware
     from prefixd.planner.machine.pass_costs import PeakCosts
@@ -244,7 +257,7 @@ def plan_command(
     flags = {"gpu.bytes": _parse_sizes("--gpu", machine.gpu)[0], **daemon.counts()}
     variants = _make_variants(
         _parse_sizes("--cpu", machine.cpu, sweep=sweep),
-        _parse_sizes("--disk", machine.disk, sweep=sweep),
+        _parse_sizes("--disk", machine.disk, sweep=sweep or machine.codec is not None),
         _parse_names("--policy", daemon.policy, sweep=sweep),
         _parse_names("--eviction", daemon.eviction, sweep=sweep),
     )
@@ -252,14 +265,12 @@ def plan_command(
         raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
     base |= flags
     chunk_bytes = 0 if measured is not None and measured.machine.endswith("(cpu)") else CUDA_CHUNK_BYTES
+    settings_of = [_load_settings(config, base | variant) for variant in variants]
+    codecs = _plan_codecs(machine, chosen, settings_of[0], measured)
     plans = [
-        TracePlan(
-            Plan(chosen, _load_settings(config, base | variant), costs, ways, request_s, chunk_bytes),
-            trace,
-            planned,
-            speed,
-        )
-        for variant in variants
+        TracePlan(Plan(chosen, settings, costs, ways, request_s, chunk_bytes, codec), trace, planned, speed)
+        for settings in settings_of
+        for codec in codecs
     ]
     workload = of_trace(trace.name, found, speed=speed)
     settings = plans[0].plan.settings
@@ -269,6 +280,7 @@ def plan_command(
         *_padding_assumptions(plans[0].plan),
         *(hardware.way_assumptions() if measured is None else _calibration_assumptions(measured, chosen)),
         *_disk_assumptions(plans),
+        *(codec.assumption for codec in codecs if codec.name != "exact"),
         *workload.assumptions,
         f"{settings.worker.max_running} requests run at once, passes of {settings.worker.max_step_tokens} tokens, "
         f"blocks of {settings.worker.block_tokens} tokens, scheduler.look_ahead = {settings.scheduler.look_ahead}",
@@ -282,9 +294,9 @@ def plan_command(
     if as_json:
         print_json(plain)
     else:
-        _print_points(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found), arrival_s=arrival_s)
+        print_points(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found), arrival_s=arrival_s)
         if drawn is not None:
-            _print_curve(drawn, chosen.token_bytes)
+            print_curve(drawn, chosen.token_bytes)
     if json_file is not None:
         json_file.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:
@@ -376,6 +388,21 @@ def _parse_names(option: str, text: str | None, *, sweep: bool) -> list[str | No
     return names
 
 
+def _plan_codecs(
+    machine: MachineOptions, model: PlannedModel, settings: Any, measured: Calibration | None
+) -> list[PlannedCodec]:
+    """Returns exact and the codecs to compare with it; without --codec the configured one."""
+    from prefixd.planner.machine.planned_codecs import EXACT, plan_codec
+
+    if machine.codec is None:
+        names = [settings.disk.codec]
+    elif any(_parse_sizes("--disk", machine.disk, sweep=True)):
+        names = list(dict.fromkeys([EXACT.name, *machine.codec.split(",")]))
+    else:
+        raise WrongUsage(f"--codec {machine.codec}: the plan has no disk tier; give one with --disk")
+    return [plan_codec(name, model, settings.disk.io_threads, measured) for name in names]
+
+
 def _model_assumptions(model: PlannedModel, lengths: Sequence[int]) -> list[str]:
     longer = sum(length > model.context_tokens for length in lengths)
     if not longer:
@@ -424,101 +451,6 @@ def _calibration_assumptions(measured: Calibration, model: PlannedModel) -> list
         f"{measured.disk_write_bytes_per_s / 1e6:,.0f} MB/s written"
         + (", passes by the published figures above" if measured.costs is None else ""),
     ]
-
-
-def _print_points(
-    points: Sequence[Point],
-    assumptions: Sequence[str],
-    *,
-    sweep: bool,
-    took_s: float,
-    requests: int,
-    arrival_s: float,
-) -> None:
-    from prefixd.cli.output.tables import grid
-    from prefixd.planner.sweep import ENOUGH, MEMORY_PRICE, enough, soonest
-
-    out = grid.console()
-    out.print("Assumed:")
-    for line in assumptions:
-        out.print(f"  {line}", markup=False)
-    numbers = ("hits", *QUOTA_TIERS, "first\np50", "token\np95", "requests\nper s", "to disk", "evicted")
-    made = grid.table("cpu tier", "disk tier", "policy", "eviction", *numbers, right=numbers)
-    best = enough(points)
-    for plan, figures in points:
-        settings = plan.plan.settings
-        made.add_row(
-            as_size(plan.cpu_bytes),
-            as_size(plan.disk_bytes),
-            settings.scheduler.policy,
-            settings.cache.eviction,
-            f"{figures.hit_rate:.1%}",
-            *(f"{share:.1%}" if (share := figures.hits.get(tier)) else "-" for tier in QUOTA_TIERS),
-            _format_wait(figures.ttft_s.p50),
-            _format_wait(figures.ttft_s.p95),
-            f"{figures.requests_per_s:.2f}",
-            as_size(figures.disk_written_bytes),
-            f"{sum(figures.evicted_blocks.values()):,}",
-            style="bold green" if sweep and plan is best[0] else None,
-        )
-    out.print(made)
-    out.print(
-        "Hits by tier: the tier that had the tokens when the daemon loaded them for the request. The look-ahead may "
-        "have read them from disk into the CPU tier before that."
-    )
-    first = points[0][1]
-    if first.achievable_hit_rate is not None:
-        out.print(f"A cache without limits would find {first.achievable_hit_rate:.1%} of the prompt tokens.")
-    if first.refused:
-        out.print(f"{first.refused:,} requests are too long for the GPU tier: refused, and in no figure here.")
-    if first.gpu_busy > _FULL and first.elapsed_s > _LATE * arrival_s > 0:
-        out.print("The GPU is always busy: requests arrive faster than it computes answers, and the queue grows.")
-    if sweep:
-        plan, figures = best
-        out.print(
-            f"[bold]Enough: {as_size(plan.cpu_bytes)} of CPU memory and {as_size(plan.disk_bytes)} of disk[/], "
-            f"with {plan.plan.settings.scheduler.policy} and {plan.plan.settings.cache.eviction}: the cheapest machine "
-            f"that finds {ENOUGH:.0%} as many tokens as the best one; a byte of memory costs as much as {MEMORY_PRICE} "
-            "bytes of disk."
-        )
-        other, faster = soonest(points, best)
-        if faster.ttft_s.p50 < _SOONER * figures.ttft_s.p50:
-            out.print(
-                f"With these sizes the first token comes soonest with {other.plan.settings.scheduler.policy} and "
-                f"{other.plan.settings.cache.eviction}: after {grid.duration(faster.ttft_s.p50)} (median) instead of "
-                f"{grid.duration(figures.ttft_s.p50)}, with {faster.hit_rate:.1%} found instead of "
-                f"{figures.hit_rate:.1%}."
-            )
-    out.print(f"{requests * len(points):,} requests planned in {grid.duration(took_s)}.")
-
-
-def _format_wait(seconds: float) -> str:
-    """Formats as `grid.duration`, but below a second in ms: a GPU's first token may take only a few."""
-    from prefixd.cli.output.tables import grid
-
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else grid.duration(seconds)
-
-
-def _print_curve(curve: Curve, token_bytes: int) -> None:
-    from prefixd.cli.output.tables import grid
-    from prefixd.planner.curve import OPTIMUM
-
-    names = [name for name in curve.hit_rates if name != OPTIMUM] + [OPTIMUM]
-    made = grid.table("one tier of", "blocks", *names, right=("one tier of", "blocks", *names))
-    for at, size in enumerate(curve.capacities):
-        rates = (f"{curve.hit_rates[name][at]:.1%}" for name in names)
-        made.add_row(as_size(size * curve.block_tokens * token_bytes), f"{size:,}", *rates)
-    out = grid.console()
-    sampled = "" if curve.share == 1 else f", estimated from {curve.share:.2%} of them"
-    out.print(f"\nBlocks found by one tier alone{sampled}, by its size; with unlimited size {curve.most:.1%}:")
-    out.print(made)
-
-
-_FULL = 0.98
-_SOONER = 0.9
-"""The command names another policy if its median first token takes less than this share of the time."""
-_LATE = 1.1
-"""If the last answer is this many times later than the last request, the queue has grown."""
 
 
 def _to_plain(points: Sequence[Point], assumptions: Sequence[str], model: str, trace: Path, took_s: float) -> Any:

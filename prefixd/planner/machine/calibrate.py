@@ -11,12 +11,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.base.codec_names import CODEC_NAMES, CODECS_EXTRA
 from prefixd.base.errors import ConfigError
+from prefixd.base.extras import MissingExtraError, require
 from prefixd.planner.machine.calibration import Calibration
 from prefixd_swap import CpuArena, NewBlock, SlabStore, Span, SwapError, create_copy_engine
 from prefixd_swap.tiers import DiskTier, Loads
@@ -60,12 +62,13 @@ async def measure_machine(
         read, write, latency_s = await _disk(directory, io_threads)
     except (OSError, SwapError) as error:
         raise ConfigError(f"the disk of {directory} cannot be measured: {error}; name another directory") from error
+    codecs = _codec_speeds(io_threads, progress)
     progress("copies")
     try:
         copies, copy_s = await _copies(device)
     except SwapError as error:
         raise ConfigError(f"copies on {device} cannot be measured: {error}; name another gpu.device") from error
-    return Calibration(
+    measured = Calibration(
         machine=f"{platform.node()} ({device})",
         disk_read_bytes_per_s=read,
         disk_write_bytes_per_s=write,
@@ -73,6 +76,7 @@ async def measure_machine(
         copy_bytes_per_s=copies,
         copy_latency_s=copy_s,
     )
+    return replace(measured, **codecs)
 
 
 async def measure_passes(measured: Calibration, client: AsyncClient) -> Calibration:
@@ -152,6 +156,23 @@ async def _disk(directory: Path, io_threads: int) -> tuple[float, float, float]:
             await transfers.close()
     read = _BLOCKS * _BLOCK_BYTES / read_s
     return read, _BLOCKS * _BLOCK_BYTES / write_s, max(1e-6, one_s - _BLOCK_BYTES / read)
+
+
+def _codec_speeds(threads: int, progress: Progress) -> dict[str, Any]:
+    """Fields of `Calibration`; none if the packages of codecs are not installed."""
+    try:
+        require(CODECS_EXTRA, "calibration of codecs")
+    except MissingExtraError:
+        return {}
+    from prefixd.planner.machine.codec_speeds import measure_codec  # needs packages of that extra
+
+    fields: dict[str, Any] = {}
+    for name in CODEC_NAMES[1:]:
+        progress(f"the codec {name}")
+        speed = measure_codec(name, threads)
+        fields[f"{name}_encode_bytes_per_s"] = speed.encode_bytes_per_s
+        fields[f"{name}_decode_bytes_per_s"] = speed.decode_bytes_per_s
+    return fields
 
 
 def _block(at: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> NewBlock:

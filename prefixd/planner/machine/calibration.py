@@ -27,6 +27,8 @@ class Calibration:
         attended_s: further seconds of a token for each token before it.
         begun_s: further seconds of the worker for each request, once: its message, its memory.
         request_s: seconds of a request outside the worker: through the daemon and back.
+        lossless_encode_bytes_per_s and the others with a codec's name: exact bytes a second that the disk's threads
+            together encode and decode.
     """
 
     machine: str
@@ -42,6 +44,12 @@ class Calibration:
     attended_s: float | None = None
     begun_s: float | None = None
     request_s: float = 0.0
+    lossless_encode_bytes_per_s: float | None = None
+    lossless_decode_bytes_per_s: float | None = None
+    int8_encode_bytes_per_s: float | None = None
+    int8_decode_bytes_per_s: float | None = None
+    k8v4_encode_bytes_per_s: float | None = None
+    k8v4_decode_bytes_per_s: float | None = None
 
     @property
     def ways(self) -> Ways:
@@ -54,6 +62,12 @@ class Calibration:
         figures = (self.pass_s, self.token_s, self.decoded_s, self.attended_s, self.begun_s)
         known = [figure for figure in figures if figure is not None]
         return MeasuredCosts(*known, where=f"{self.model} on {self.machine}") if len(known) == len(figures) else None
+
+    def codec_speed(self, codec: str) -> tuple[float, float] | None:
+        """Exact bytes a second that are encoded and decoded with "lossless", "int8" or "k8v4"; None if not measured."""
+        encode: float | None = getattr(self, f"{codec}_encode_bytes_per_s")
+        decode: float | None = getattr(self, f"{codec}_decode_bytes_per_s")
+        return None if encode is None or decode is None else (encode, decode)
 
     def to_json(self) -> str:
         """As JSON that `read_calibration` reads."""

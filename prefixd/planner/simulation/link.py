@@ -3,7 +3,9 @@ figures every time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from prefixd_swap import CopyEngine
 from prefixd_swap.copies.address_columns import Pair
@@ -11,6 +13,29 @@ from prefixd_swap.copies.row_columns import RowColumns
 from prefixd_swap.errors import MemoryMisuseError
 
 Sleep = Callable[[float], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCoding:
+    """What is done to bytes at an end of a link, in threads, while the link moves others.
+
+    Attributes:
+        stored: bytes that move for each exact byte: 0.52.
+        bytes_per_s: exact bytes that all threads together encode or decode in a second.
+    """
+
+    stored: float = 1.0
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (0 < self.stored <= 1 and self.bytes_per_s > 0):
+            raise MemoryMisuseError(
+                f"a codec that stores {self.stored} of the bytes, {self.bytes_per_s} bytes/s, is not possible; give a "
+                "share above 0 and at most 1, and a speed above 0"
+            )
+
+
+NOT_CODED = SimulatedCoding()
 
 
 class SimulatedLink:
@@ -21,9 +46,20 @@ class SimulatedLink:
         latency_s: from the end of a movement's bytes to its arrival.
         clock: seconds.
         sleep: waits for a number of seconds of that clock.
+        coding: of the bytes at one of its ends.
+
+    Attributes:
+        moved_bytes: so far; of what is encoded, the stored bytes.
     """
 
-    def __init__(self, bytes_per_s: float, latency_s: float, clock: Callable[[], float], sleep: Sleep) -> None:
+    def __init__(
+        self,
+        bytes_per_s: float,
+        latency_s: float,
+        clock: Callable[[], float],
+        sleep: Sleep,
+        coding: SimulatedCoding = NOT_CODED,
+    ) -> None:
         if not (bytes_per_s > 0 and latency_s >= 0):
             raise MemoryMisuseError(
                 f"a link of {bytes_per_s} bytes/s and {latency_s} s is not possible; give a bandwidth above 0 and a "
@@ -34,14 +70,17 @@ class SimulatedLink:
         self.moved_bytes = 0
         self._clock = clock
         self._sleep = sleep
+        self._coding = coding
         self._free_at_s = 0.0
+        self._coded_at_s = 0.0
 
     async def move(self, nbytes: int) -> None:
-        """Returns when `nbytes` bytes would have arrived."""
-        now_s = self._clock()
-        self._free_at_s = max(now_s, self._free_at_s) + nbytes / self.bytes_per_s
-        self.moved_bytes += nbytes
-        await self._sleep(self._free_at_s + self.latency_s - now_s)
+        """Returns when `nbytes` exact bytes would have arrived."""
+        now_s, moved = self._clock(), round(nbytes * self._coding.stored)
+        self._free_at_s = max(now_s, self._free_at_s) + moved / self.bytes_per_s
+        self._coded_at_s = max(now_s, self._coded_at_s) + nbytes / self._coding.bytes_per_s
+        self.moved_bytes += moved
+        await self._sleep(max(self._free_at_s, self._coded_at_s) + self.latency_s - now_s)
 
 
 class UnbackedCopyEngine(CopyEngine):

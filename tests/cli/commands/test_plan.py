@@ -69,6 +69,23 @@ def test_a_sweep_says_how_much_is_enough(cli: Cli, trace: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_a_codec_is_planned_beside_exact_at_four_sizes_of_the_disk(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    done = cli(
+        *("plan", "--trace", str(trace), *MACHINE, "--cpu", "512MiB", "--disk", "1GiB", "--codec", "int8"),
+        *("--no-curve", "--jobs", "2", "--out", "plan.json", "--plot", "plan.png"),
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "int8: a block takes 0.520 of its bytes on disk" in done.stdout and "saved" in done.stdout
+    points = json.loads((tmp_path / "plan.json").read_text())["points"]
+    assert [(point["disk_bytes"] >> 20, point["codec"]) for point in points] == [
+        (mib, codec) for mib in (256, 512, 1024, 2048) for codec in ("exact", "int8")
+    ]
+    for exact, coded in zip(points[::2], points[1::2], strict=True):
+        assert coded["hit_rate"] >= exact["hit_rate"] and exact["disk_saved_bytes"] == 0 < coded["disk_saved_bytes"]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_a_sweep_names_the_policy_with_the_soonest_first_token(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +98,7 @@ def test_a_sweep_names_the_policy_with_the_soonest_first_token(
     words = ("plan", "--trace", str(tmp_path / "mixed.jsonl"), *MACHINE, "--sweep", "--cpu", "1GiB,2GiB", "--no-curve")
     line = "With these sizes the first token comes soonest with shortest-ready and lru: after"
     for chosen, told in ((0, True), (1, False)):  # what is enough is fcfs, then shortest-ready itself
-        monkeypatch.setattr("prefixd.planner.sweep.enough", lambda points, at=chosen: points[at])
+        monkeypatch.setattr("prefixd.cli.output.tables.plan_tables.enough", lambda points, at=chosen: points[at])
         done = cli(*words, "--jobs", "2", "--max-running", "1", "--policy", "fcfs,shortest-ready")
         assert done.exit_code == 0, done.stderr
         said = " ".join(done.stdout.split())
@@ -115,6 +132,8 @@ def test_the_curve_is_of_all_requests_where_only_some_are_timed(cli: Cli, trace:
         (("--cpu", "1GiB", "--calibration", "none.json"), "make one with `prefixd doctor --calibrate"),
         (("--cpu", "1GiB", "--out", "no/dir/plan.json"), "cannot write to"),
         (("--cpu", "1GiB", "--gpu", "64MiB"), "the smallest request needs 2"),
+        (("--cpu", "1GiB", "--disk", "1GiB", "--codec", "int4"), "use one of exact, lossless, int8, k8v4"),
+        (("--cpu", "1GiB", "--codec", "int8"), "--codec int8: the plan has no disk tier; give one with --disk"),
         (("--cpu", "4KiB"), "cpu.bytes = 4096 holds no block"),
         (("--cpu", "200"), "write a unit, such as 200GiB"),
         (("--cpu", "1GiB", "--disk", "1MiB"), "disk.bytes = 1048576 holds no block"),

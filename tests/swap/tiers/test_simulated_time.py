@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop, SimulationError
-from prefixd.planner.simulation.link import SimulatedLink, UnbackedCopyEngine
+from prefixd.planner.simulation.link import SimulatedCoding, SimulatedLink, UnbackedCopyEngine
 from prefixd.planner.simulation.memory import UnbackedMemoryTier
 from prefixd_swap import MemoryMisuseError, create_copy_engine
 from prefixd_swap.spans import Span
@@ -49,6 +50,37 @@ def store(transfers: Transfers, bytes_per_s: float, latency_s: float, **limits: 
         link=link(bytes_per_s, latency_s),
         limits=DeviceLimits(**limits) if limits else DeviceLimits(4, 1),
     )
+
+
+def coded(bytes_per_s: float, coding: SimulatedCoding) -> SimulatedLink:
+    return SimulatedLink(bytes_per_s, 0.5, asyncio.get_running_loop().time, asyncio.sleep, coding)
+
+
+@pytest.mark.parametrize(
+    ("coded_per_s", "took_s"),
+    [
+        (math.inf, [1.5, 2.5]),  # a quarter of 400 bytes moves, 100 a second
+        (800.0, [1.5, 2.5]),  # decoding takes half a second beside the link, which is slower
+        (200.0, [2.5, 4.5]),  # decoding is slower, and the second waits for the first
+    ],
+)
+def test_fewer_bytes_move_while_others_are_decoded(coded_per_s: float, took_s: list[float]) -> None:
+    async def work() -> tuple[list[float], int]:
+        way = coded(100.0, SimulatedCoding(0.25, coded_per_s))
+
+        async def moved() -> float:
+            await way.move(400)
+            return now_s()
+
+        return list(await asyncio.gather(moved(), moved())), way.moved_bytes
+
+    assert simulate(work()) == (pytest.approx(took_s), 200)
+
+
+@pytest.mark.parametrize(("stored", "bytes_per_s"), [(0.0, 1.0), (1.1, 1.0), (0.5, 0.0)])
+def test_a_codec_that_cannot_be_is_refused(stored: float, bytes_per_s: float) -> None:
+    with pytest.raises(MemoryMisuseError, match="is not possible; give a share above 0"):
+        SimulatedCoding(stored, bytes_per_s)
 
 
 def test_simulated_time_passes_only_while_all_wait() -> None:

@@ -28,6 +28,8 @@ from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slab.index.block_record import encode_record, index_key
 from prefixd_swap.slab.index.index import SlabIndex
+from prefixd_swap.tiers.store_tier import READ_PIECE_BYTES
+from prefixd_swap.transfers import piece_items
 
 SLOT_BYTES = 4096
 TOKENS = 16
@@ -128,7 +130,7 @@ class Store:
     def __init__(
         self, path: Path, blocks: int, block_bytes: int, pool: ThreadPoolExecutor, depth: int, io: DiskIo
     ) -> None:
-        self._blocks, self._pool, self._path = blocks, pool, path
+        self._blocks, self._pool, self._path, self._depth = blocks, pool, path, depth
         capacity = 2 * blocks * block_bytes
         self.store_itself = SlabStore.open(path, capacity, io=io, io_threads=depth)
         self._records: list[BlockRecord] = []
@@ -146,13 +148,18 @@ class Store:
             raise harness.BenchmarkError(f"the store took {len(self._records)} of {self._blocks} blocks")
 
     def load(self, target: Memory, order: Sequence[int]) -> None:
+        nbytes = target.block_bytes
+        step = piece_items(nbytes, self._blocks, at_least=self._depth, most_bytes=READ_PIECE_BYTES)
 
-        def read(number: int) -> None:
-            for part in self._records[number].parts:
-                if part is not None:
-                    self.store_itself.read(part, target.span(number))
+        def read(start: int) -> None:
+            some = order[start : start + step]
+            parts = [self._records[number].parts[0] for number in some]
+            there = [part for part in parts if part is not None]
+            slots = np.array([part.slot for part in there], np.int64)
+            addresses = [target.span(number).address for number in some]
+            self.store_itself.read_all(slots, [part.checksum for part in there], addresses, nbytes)
 
-        list(self._pool.map(read, order))
+        list(self._pool.map(read, range(0, self._blocks, step)))
 
     def verify(self, source: Memory, target: Memory) -> None:
         target.must_equal(source)

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import xxhash
 
 from prefixd_swap.errors import OutOfMemoryError, StorageError
-from prefixd_swap.slab.files.file_ops import host_bytes
 from prefixd_swap.slab.files.slab_file import SlabFile
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock, encode_record, index_key
+from prefixd_swap.slab.part_writes import PartWrite, write_parts
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 
 log = logging.getLogger(__name__)
-
-_BYTES_AT_ONCE = 256 << 10  # of small parts in one job: submitting a job costs more than writing one small part
 
 
 class SlabWriter:
@@ -133,24 +129,11 @@ class SlabWriter:
 
     def _write_parts(self, spans: Sequence[tuple[Span, int, int | None]], slabs: set[SlabFile]) -> list[DiskPart]:
         """Write each span to its slot, several at a time; adds the slabs written to `slabs`."""
-        jobs = []
-        for part, slot, checksum in spans:
-            slab, index = self._slabs.find(slot)
-            slabs.add(slab)
-            jobs.append(partial(_write_part, host_bytes(part, part.nbytes), checksum, slab, index, slot))
-        if len(jobs) < 2 or self._io_threads < 2:
-            return [job() for job in jobs]
-        pool = self._threads()
-        if pool is None:
-            return [job() for job in jobs]
-        small = max(1, _BYTES_AT_ONCE * len(spans) // sum(part.nbytes for part, _, _ in spans))
-        together = min(small, -(-len(jobs) // self._io_threads))
-        futures = [pool.submit(_write_parts, jobs[at : at + together]) for at in range(0, len(jobs), together)]
-        wait(futures)  # even if one fails: slots may be freed only when no thread writes to them
-        try:
-            return [part for future in futures for part in future.result()]
-        finally:
-            del futures  # else an error's traceback, this frame and the error are a cycle that keeps slabs open
+        parts = [PartWrite(span, slot, checksum) for span, slot, checksum in spans]
+        threads = self._threads() if len(parts) > 1 and self._io_threads > 1 else None
+        stored, written = write_parts(parts, self._slabs, threads, self._io_threads)
+        slabs |= written
+        return stored
 
     def _threads(self) -> ThreadPoolExecutor | None:
         """The threads, started by the first write that needs them; None while the system refuses them."""
@@ -166,14 +149,3 @@ class SlabWriter:
 
     def _free_slots(self, slots: Sequence[int | None]) -> None:
         self._slabs.free(np.array([slot for slot in slots if slot is not None], np.int64))
-
-
-def _write_parts(jobs: Sequence[Callable[[], DiskPart]]) -> list[DiskPart]:
-    return [job() for job in jobs]
-
-
-def _write_part(data: memoryview, checksum: int | None, slab: SlabFile, index: int, slot: int) -> DiskPart:
-    if checksum is None:
-        checksum = xxhash.xxh3_64_intdigest(data)
-    slab.write(index, data)
-    return DiskPart(slot, len(data), checksum)

@@ -310,8 +310,8 @@ def test_small_blocks_are_written_by_all_threads(tmp_path: Path) -> None:
                 assert all_there.wait(30), f"only {len(writers)} write at a time"
             return super().pwrite(fd, buffer, offset)
 
-    with opened(tmp_path / "store", 1 << 20, io_threads=4, io="buffered", ops=Meeting()) as store:
-        records = store.write([block(number, Payload(b"x" * PAGE)) for number in range(1, 33)])
+    with opened(tmp_path / "store", 4 << 20, io_threads=4, io="buffered", ops=Meeting()) as store:
+        records = store.write([block(number, Payload(b"x" * 16 * PAGE)) for number in range(1, 33)])
         assert all(isinstance(record, BlockRecord) for record in records)
 
 

@@ -1,0 +1,133 @@
+"""Writes parts to their slots with several threads: parts in adjacent slots by one call, checksums meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import xxhash
+
+from prefixd_swap.slab.files.adjacent import SMALL_BYTES, join_spans
+from prefixd_swap.slab.files.file_ops import host_bytes
+from prefixd_swap.slab.files.pread_io import STEP_BYTES
+from prefixd_swap.slab.files.slab_file import INDEX_BITS, SlabFile
+from prefixd_swap.slab.files.slab_files import SlabFiles
+from prefixd_swap.slab.index.block_record import DiskPart
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
+from prefixd_swap.spans import Span
+
+_BYTES_AT_ONCE = 256 << 10
+"""Of small parts in one job: submitting a job costs more than writing one small part."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartWrite:
+    """A part to be written to a slot that was taken for it."""
+
+    span: Span
+    slot: int
+    checksum: int | None
+    """xxh3_64 of the bytes; None: not computed yet."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Parts in adjacent slots of a slab."""
+
+    slab: SlabFile
+    index: int
+    """The first slot's unit."""
+    spans: list[Span]
+    end: int
+    """The number that a slot behind the last one has."""
+    nbytes: int
+    """Of all slots."""
+
+    def write(self) -> None:
+        self.slab.write(self.index, join_spans(self.spans, self.nbytes))
+
+
+def write_parts(
+    parts: Sequence[PartWrite], slabs: SlabFiles, threads: ThreadPoolExecutor | None, io_threads: int
+) -> tuple[list[DiskPart], set[SlabFile]]:
+    """Write parts; returns them as they are stored, in the given order, and the slabs that have them.
+
+    The caller's thread computes the checksums that are missing while `threads` write; without threads it does both.
+
+    Raises:
+        StorageError: a write failed; no thread writes to the slots any more.
+    """
+    total = sum(round_to_slot(part.span.nbytes) for part in parts)
+    share = -(-total // io_threads)
+    runs = list(_adjacent(parts, slabs, min(STEP_BYTES, max(_BYTES_AT_ONCE, share))))
+    jobs = list(_jobs(runs, min(_BYTES_AT_ONCE, share)))
+    if threads is None or len(jobs) < 2:
+        for run in runs:
+            run.write()
+        return _stored(parts), {run.slab for run in runs}
+    futures = [threads.submit(_write, job) for job in jobs]
+    try:
+        stored = _stored(parts)
+    finally:
+        wait(futures)  # even if one fails: slots may be freed only when no thread writes to them
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        del futures  # else an error's traceback, this frame and the error are a cycle that keeps slabs open
+    return stored, {run.slab for run in runs}
+
+
+def _adjacent(parts: Sequence[PartWrite], slabs: SlabFiles, most_bytes: int) -> Iterator[_Run]:
+    """The parts in the order of their slots, in runs of at most `most_bytes`, or of one part."""
+    run: _Run | None = None
+    for part in sorted(parts, key=lambda part: part.slot):
+        nbytes = round_to_slot(part.span.nbytes)
+        if run is None or not _follows(part, run) or run.nbytes + nbytes > most_bytes:
+            if run is not None:
+                yield run
+            slab, index = slabs.find(part.slot)
+            run = _Run(slab, index, [], part.slot, 0)
+        run.spans.append(part.span)
+        run.nbytes += nbytes
+        run.end += nbytes // PAGE_BYTES
+    if run is not None:
+        yield run
+
+
+def _follows(part: PartWrite, run: _Run) -> bool:
+    """Whether one call should write a part behind a run: their slots are adjacent, and few bytes need a copy."""
+    if part.slot != run.end or not part.slot % (1 << INDEX_BITS):  # the first slot of the next slab
+        return False
+    last = run.spans[-1]
+    return part.span.nbytes <= SMALL_BYTES or part.span.address == last.address + round_to_slot(last.nbytes)
+
+
+def _jobs(runs: Sequence[_Run], least_bytes: int) -> Iterator[list[_Run]]:
+    """The runs in lists of at least `least_bytes`, but for the last one."""
+    job: list[_Run] = []
+    nbytes = 0
+    for run in runs:
+        job.append(run)
+        nbytes += run.nbytes
+        if nbytes >= least_bytes:
+            yield job
+            job, nbytes = [], 0
+    if job:
+        yield job
+
+
+def _write(runs: Sequence[_Run]) -> None:
+    for run in runs:
+        run.write()
+
+
+def _stored(parts: Sequence[PartWrite]) -> list[DiskPart]:
+    return [DiskPart(part.slot, part.span.nbytes, _checksum(part)) for part in parts]
+
+
+def _checksum(part: PartWrite) -> int:
+    if part.checksum is not None:
+        return part.checksum
+    return xxhash.xxh3_64_intdigest(host_bytes(part.span, part.span.nbytes))

@@ -1,0 +1,147 @@
+"""Parts written at once: neighbours by one call, the bytes and checksums right wherever they lie in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prefixd_swap.errors import StorageError
+from prefixd_swap.slab.files.file_ops import FileOps
+from prefixd_swap.slab.files.io import DiskIo
+from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
+from prefixd_swap.slab.store import SlabStore
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
+from prefixd_swap.spans import Span
+from tests.swap.slab.chains import opened
+
+NS = b"namespac"
+KIB = 1 << 10
+
+
+class Device(FileOps):
+    """Remembers the bytes of each write to a slab, and fails those of `bad` bytes or more."""
+
+    def __init__(self) -> None:
+        self.writes: list[int] = []
+        self.bad: int | None = None
+
+    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
+            self.writes.append(len(buffer))
+            if self.bad is not None and len(buffer) >= self.bad:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pwrite(fd, buffer, offset)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture(params=["direct", "buffered", "mmap"])
+def store(tmp_path: Path, device: Device, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
+    io: DiskIo = request.param
+    with opened(tmp_path / "store", 64 << 20, io=io, ops=device) as made:
+        yield made
+
+
+def chain(spans: list[list[Span | None]]) -> list[NewBlock]:
+    keys = [at.to_bytes(16, "big") for at in range(len(spans))]
+    return [
+        NewBlock(NS, key, before, b"1234", at, spans[at]) for at, (before, key) in enumerate(pairwise([b"", *keys]))
+    ]
+
+
+def check(store: SlabStore, records: list[BlockRecord | None], contents: list[list[bytes]]) -> None:
+    for record, content in zip(records, contents, strict=True):
+        assert record is not None
+        parts = [part for part in record.parts if part is not None]
+        assert [part.checksum for part in parts] == [xxhash.xxh3_64_intdigest(each) for each in content]
+        assert [read(store, part) for part in parts] == content
+    store.check_integrity()
+
+
+def read(store: SlabStore, part: DiskPart) -> bytes:
+    into = np.ones(part.nbytes, np.uint8)
+    store.read(part, Span(int(into.ctypes.data), part.nbytes))
+    return into.tobytes()
+
+
+def memory(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Random bytes that begin at a page."""
+    whole = np.random.default_rng(nbytes).integers(0, 256, nbytes + PAGE_BYTES, np.uint8)
+    start = -int(whole.ctypes.data) % PAGE_BYTES
+    return whole[start : start + nbytes]
+
+
+@pytest.mark.parametrize("nbytes", [4 * KIB, 64 * KIB, 256 * KIB])
+def test_neighbours_in_slots_and_memory_are_one_write(store: SlabStore, device: Device, nbytes: int) -> None:
+    count = (4 << 20) // nbytes
+    blocks = memory(4 << 20).reshape(count, nbytes)
+    records = store.write(chain([[Span(each.ctypes.data, nbytes)] for each in blocks]))
+    assert device.writes == [1 << 20] * 4
+    check(store, records, [[each.tobytes()] for each in blocks])
+
+
+def test_small_neighbours_that_are_apart_in_memory_are_one_write(store: SlabStore, device: Device) -> None:
+    blocks = memory(4 << 20).reshape(64, 64 * KIB)[::-1]
+    records = store.write(chain([[Span(each.ctypes.data, 64 * KIB)] for each in blocks]))
+    assert device.writes == [1 << 20] * 4
+    check(store, records, [[each.tobytes()] for each in blocks])
+
+
+def test_large_neighbours_that_are_apart_in_memory_are_not_copied(store: SlabStore, device: Device) -> None:
+    blocks = memory(4 << 20).reshape(16, 256 * KIB)[::-1]
+    records = store.write(chain([[Span(each.ctypes.data, 256 * KIB)] for each in blocks]))
+    assert device.writes == [256 * KIB] * 16
+    check(store, records, [[each.tobytes()] for each in blocks])
+
+
+def test_a_write_that_fails_stores_nothing_and_its_slots_are_free(store: SlabStore, device: Device) -> None:
+    blocks = memory(4 << 20).reshape(64, 64 * KIB)
+    new = chain([[Span(each.ctypes.data, 64 * KIB)] for each in blocks])
+    device.bad = 1 << 20
+    with pytest.raises(StorageError, match="kernel log"):
+        store.write(new)
+    assert store.used_bytes == 0 and list(store.records()) == []
+    device.bad = None
+    check(store, store.write(new), [[each.tobytes()] for each in blocks])
+
+
+def test_a_span_on_a_gpu_is_refused(store: SlabStore) -> None:
+    blocks = memory(8 * KIB).reshape(2, 4 * KIB)
+    spans: list[list[Span | None]] = [[Span(each.ctypes.data, 4 * KIB, on_device=True)] for each in blocks]
+    with pytest.raises(StorageError, match="on a GPU"):
+        store.write(chain(spans))
+    assert store.used_bytes == 0
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_parts_of_any_sizes_and_places_come_back(store: SlabStore, data: st.DataObject) -> None:
+    sizes = st.sampled_from([1, 100, 4096, 5000, 8192, 65536, 65537, 128 * KIB, (1 << 20) + 1])
+    shape = data.draw(st.lists(sizes, min_size=1, max_size=3))
+    count = data.draw(st.integers(1, 8))
+    step = sum(map(round_to_slot, shape))
+    apart = data.draw(st.sampled_from([0, 1, 4096]))
+    whole = memory((step + apart) * count)
+    order = data.draw(st.permutations(range(count)))
+    spans: list[list[Span | None]] = []
+    contents: list[list[bytes]] = []
+    for at in order:
+        start = at * (step + apart)
+        starts = [start + sum(map(round_to_slot, shape[:part])) for part in range(len(shape))]
+        spans.append([Span(whole.ctypes.data + begin, size) for begin, size in zip(starts, shape, strict=True)])
+        contents.append([whole[begin : begin + size].tobytes() for begin, size in zip(starts, shape, strict=True)])
+    check(store, store.write(chain(spans)), contents)
+    store.remove([(NS, record.key) for record in store.records()])
+    assert store.used_bytes == 0

@@ -185,8 +185,9 @@ class OpenCache:
 class Rig(OpenCache):
     """A cache with as many slots a tier as a test asks for (0: no such tier).
 
-    A slot has 4096 bytes, or 2 MiB with the GPU tier on CUDA, where a chunk cannot be smaller. `write_queue` counts
-    blocks; `cache` are fields of `CacheOptions`, of which write-back is off and the limits of a session are wide.
+    A slot has 4096 bytes (`part_bytes`), or 2 MiB with the GPU tier on CUDA, where a chunk cannot be smaller.
+    `write_queue` counts blocks; `cache` are fields of `CacheOptions`, of which write-back is off and the limits of a
+    session are wide.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class Rig(OpenCache):
         policy: str = "lru",
         digest: Digest = xxh3_digest,
         device: str = "cpu",
+        part_bytes: int = PART_BYTES,
         ops: FileOps | None = None,
         io: DiskIo = "direct",
         write_queue: int | None = None,
@@ -210,7 +212,7 @@ class Rig(OpenCache):
     ) -> None:
         self.path = path
         self.device = device
-        self.part_bytes = PART_BYTES if device == "cpu" else 2 << 20
+        self.part_bytes = part_bytes if device == "cpu" else 2 << 20
         self.clock = Clock()
         self.ops: Any = ops or Disk()
         self._slots = (gpu, cpu, disk)
@@ -351,6 +353,10 @@ class Rig(OpenCache):
                 data = self.content(reservation.namespace, reservation.chain, block, part)
                 self.write(self.cache.tiers.arena.span(slot, len(data)), data)
 
+    def check_bytes(self, trie: Trie, row: int, part: int, found: bytes, exact: bytes) -> None:
+        """What memory has of a block's part is right."""
+        assert found == exact
+
     def check_lease(self, lease: Lease, namespace: Namespace, chain: BlockChain, first_block: int = 0) -> None:
         """Every byte of a lease is right."""
         for i, row in enumerate(lease.rows.tolist()):
@@ -358,7 +364,9 @@ class Rig(OpenCache):
                 if lease.hold.wanted is not None and not lease.hold.wanted[i] & lease.trie.part_mask[part]:
                     continue  # its KV group's rule does not need it
                 span = self.cache.tiers.arena.span(int(lease.trie.slots[row, CPU, part]), spec.nbytes)
-                assert self.read(span) == self.content(namespace, chain, first_block + i, part)
+                self.check_bytes(
+                    lease.trie, row, part, self.read(span), self.content(namespace, chain, first_block + i, part)
+                )
 
     # -- what engines do ----------------------------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ class TieredCache:
         self.mover = Mover(
             *(tiers, self.tries, self.namespaces, engine, policy, clock, uses),
             *(options.admit_uses, options.remote, self.tenants),
+            disk_codec=options.disk_codec,
             timings=self.measurements.timings,
         )
         self.placement = self.mover.placement

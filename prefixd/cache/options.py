@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prefixd.cache.disk.namespace_codings import EXACT, TierCodec
 from prefixd.cache.remote import RemoteOptions
 
 
@@ -25,6 +26,7 @@ class CacheOptions:
         prefetch_bytes: the most bytes of prefetches of one tenant at once; half of the shared tier by default.
         reserved_bytes: the most that one session may have reserved at once; half of the shared tier by default.
         admit_uses: a block is written to disk after this many uses, or if a caller wants it durable.
+        disk_codec: how blocks are stored on disk.
         share_after: blocks become common after this many tenants have computed them; 0: never, 1: at once.
         remote: settings of the remote tier, if there is one.
     """
@@ -41,5 +43,6 @@ class CacheOptions:
     prefetch_bytes: int | None = None
     reserved_bytes: int | None = None
     admit_uses: int = 0
+    disk_codec: TierCodec = EXACT
     share_after: int = 0
     remote: RemoteOptions = field(default_factory=RemoteOptions)

@@ -19,8 +19,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
+from prefixd.base.codec_names import CodecName
 from prefixd.base.errors import ExhaustedError, NotFoundError, PreconditionError
 from prefixd.cache import BlockChain, Lease, Namespace, Reservation, Trie
+from prefixd.cache.disk.namespace_codings import TierCodec
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.retention import Retention
@@ -28,6 +30,7 @@ from prefixd.cache.sessions.reservations import ToFill
 from prefixd_swap import Span
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.tiers import MemoryTier
+from tests.cache.disk.coded_rig import CodedRig
 from tests.cache.machine import RigMachine
 from tests.rig import Rig
 from tests.slow import slow_but
@@ -60,6 +63,7 @@ class CacheMachine(RigMachine):
     """The model is `committed`: for each home and prefix the parts that were ever committed."""
 
     policy: str
+    codec: CodecName = "exact"
 
     def __init__(self) -> None:
         self.committed: dict[tuple[str, bytes], set[int]] = {}
@@ -70,7 +74,11 @@ class CacheMachine(RigMachine):
 
     async def make(self, path: Path) -> Rig:
         admit_uses = int(self.policy == "lfu")  # with one of the policies, what is asked for once stays off the disk
-        rig = Rig(path, gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest, admit_uses=admit_uses)
+        sizes: dict[str, Any] = {"gpu": 4, "cpu": 6, "disk": 8, "admit_uses": admit_uses, "digest": weak_digest}
+        if self.codec == "exact":
+            rig = Rig(path, policy=self.policy, **sizes)
+        else:
+            rig = CodedRig(path, policy=self.policy, disk_codec=TierCodec(self.codec), **sizes)
         self.adopt(rig)
         return rig
 
@@ -328,7 +336,8 @@ class CacheMachine(RigMachine):
                     size = namespace.spec.parts[part].nbytes
                     (address,) = held.tier.addresses(np.array([slot])).tolist()
                     data = self.rig.read(Span(address, size, held.tier.on_device))
-                    assert data == self.rig.content(namespace, held.chain, held.first_block + i, part)
+                    exact = self.rig.content(namespace, held.chain, held.first_block + i, part)
+                    self.rig.check_bytes(trie, held.rows[i], part, data, exact)
 
     @invariant()
     def nothing_matches_that_was_not_committed(self) -> None:
@@ -351,3 +360,9 @@ def test_cache_against_a_dict(policy: str) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=35 if policy == "lru" else 15, stateful_step_count=50)
     )
+
+
+@pytest.mark.parametrize("codec", slow_but(["int8"], ["lossless", "int8", "k8v4"]))
+def test_cache_with_a_codec_against_a_dict(codec: str) -> None:
+    machine = type("Machine", (CacheMachine,), {"policy": "lru", "codec": codec})
+    run_state_machine_as_test(machine, settings=settings(max_examples=15, stateful_step_count=50))

@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.engine_rig import EngineRig
 from benchmarks.gpu_parts.rig.part import Budget
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, create_copy_engine
 from prefixd_swap.copies.pinning import HostPin
+from prefixd_swap.errors import StorageError
 from prefixd_swap.slab.index.block_record import NAMESPACE_BYTES, DiskPart, NewBlock
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.vmem import FrameId
@@ -106,14 +105,9 @@ class LowerTiers:
     def _read_piece(self, numbers: range) -> None:
         """In a thread."""
         parts = [self._parts[number] for number in numbers]
-        errors = self.store.read_all(
-            np.array([part.slot for part in parts]),
-            [part.checksum for part in parts],
-            [self._slot(number).address for number in numbers],
-            self._block_bytes,
-        )
-        for error in errors:
-            if error is not None:
+        addresses = [self._slot(number).address for number in numbers]
+        for error in self.store.read_all(parts, addresses, self._block_bytes):
+            if isinstance(error, StorageError):
                 raise error
 
     async def _load(self, numbers: range, frames: Sequence[FrameId]) -> None:

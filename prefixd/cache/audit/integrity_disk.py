@@ -49,7 +49,9 @@ def snapshot_of_disk(cache: TieredCache, durable: StoreTier) -> Steps[DiskSnapsh
             names.append(np.hstack([ids.take(trie.namespace[rows], axis=0, mode="clip"), trie.keys(rows)]))
             slots = trie.slots[rows, durable.level]
             there = slots != NO_SLOT  # a record has 0 for what is not on disk
-            places.append(_places(np.where(there, slots, 0), np.where(there, trie.checksums[rows], np.uint64(0))))
+            places.append(
+                _places(np.where(there, slots, 0), np.where(there, trie.stored_checksums(rows), np.uint64(0)))
+            )
             yield None
     yield None  # a removal that was begun in the last callback announces itself in this one
     leaving = frozenset(namespace + key for namespace, key in cache.mover.disk.removals.leaving)

@@ -23,6 +23,7 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.placement.tenant_use import Holders
 from prefixd.cache.rules import GroupMask
+from prefixd_swap.slots import coded_slots_bytes
 from prefixd_swap.tiers import Account, MemoryTier, Tier
 
 
@@ -41,8 +42,15 @@ def audit_tenants(found: Findings, cache: TieredCache) -> Steps[None]:
 
 def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None]:
     use, level = cache.mover.use, tier.level
+    coded = tier is cache.tiers.durable
     columns = [
-        column for trie in cache.tries for column in (trie.slots[: trie.rows, level], trie.namespace[: trie.rows])
+        column
+        for trie in cache.tries
+        for column in (
+            trie.slots[: trie.rows, level],
+            trie.namespace[: trie.rows],
+            trie.coded_bytes[: trie.rows if coded and trie.has_coded else 0],
+        )
     ]
     copies = yield from memory_for_copies(*columns)
     counted = use.counted(tier)
@@ -51,6 +59,7 @@ def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None
             use.part_bytes(trie, tier),
             copies.copy(trie.slots[: trie.rows, level]),
             copies.copy(trie.namespace[: trie.rows]),
+            copies.copy(trie.coded_bytes[: trie.rows if coded and trie.has_coded else 0]),
         )
         for trie in cache.tries
     ]
@@ -58,9 +67,12 @@ def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None
 
     def compare() -> None:
         nbytes = np.zeros_like(counted)
-        for part_bytes, slots, namespaces in there:
+        for part_bytes, slots, namespaces, coded_bytes in there:
             rows = np.flatnonzero(namespaces != NOWHERE)
-            np.add.at(nbytes, owner_of(namespaces[rows]), (slots[rows] != NO_SLOT) @ part_bytes)
+            sizes = np.broadcast_to(part_bytes, (len(rows), len(part_bytes)))
+            if len(coded_bytes):
+                sizes = np.where(coded_bytes[rows] > 0, coded_slots_bytes(coded_bytes[rows]), sizes)
+            np.add.at(nbytes, owner_of(namespaces[rows]), np.where(slots[rows] != NO_SLOT, sizes, 0).sum(axis=1))
         for ordinal in np.flatnonzero(nbytes != counted).tolist():
             name = use.tenants.at(ordinal).name
             found.demand(

@@ -14,6 +14,7 @@ from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.damaged_blocks import DamagedBlocks
 from prefixd.cache.disk.health import DiskHealth
 from prefixd.cache.disk.metadata import DiskMetadata
+from prefixd.cache.disk.part_coder import PartCoder
 from prefixd.cache.disk.reads import DiskReads
 from prefixd.cache.disk.records import DiskRecords
 from prefixd.cache.disk.removals import DiskRemovals
@@ -33,10 +34,16 @@ class DiskCopies:
         tries: all tries, by ordinal.
         namespaces: for the ids on disk.
         checksums: computes checksums of blocks in memory.
+        coder: makes fewer bytes of blocks.
     """
 
     def __init__(
-        self, placement: Placement, tries: list[Trie], namespaces: NamespaceRegistry, checksums: Checksums
+        self,
+        placement: Placement,
+        tries: list[Trie],
+        namespaces: NamespaceRegistry,
+        checksums: Checksums,
+        coder: PartCoder,
     ) -> None:
         self._durable = placement.tiers.durable
         self._lock = lock = UrgentLock(urgency_enabled=placement.tiers.transfers.urgency_enabled)
@@ -52,7 +59,7 @@ class DiskCopies:
         self.health = DiskHealth(
             placement, tries, self.still, self.damaged.drop, self.reads.reread, self.metadata.saved.clear
         )
-        self.writes = DiskWrites(placement, records, checksums, self.metadata, self.health, lock)
+        self.writes = DiskWrites(placement, records, checksums, self.metadata, self.health, coder, lock)
 
     @property
     def changing(self) -> bool:

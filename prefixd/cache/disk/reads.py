@@ -17,6 +17,7 @@ from prefixd.cache.placement.placement import Placement
 from prefixd.cache.tiers import Slots
 from prefixd_swap import ChecksumError, IndexUnavailableError, LostBytesError, StorageError, SwapError
 from prefixd_swap.tiers import Loads, MemoryTier, StoreTier
+from prefixd_swap.tiers.store_tier import DecodedParts
 from prefixd_swap.transfers import Urgency
 
 
@@ -62,32 +63,63 @@ class DiskReads:
         there: npt.NDArray[np.bool_] = (slots != NO_SLOT).all(axis=1)
         loads = Loads(
             slots,
-            trie.checksums[rows][:, chosen],
+            trie.stored_checksums(rows)[:, chosen],
             target.addresses(taken),
             tuple(trie.part_bytes[part] for part in chosen),
+            trie.coded_bytes[rows][:, chosen] if trie.has_coded else None,
         )
         read = store.submit_read(loads, movement.urgency, deadline_s=movement.due_s)
-        errors = await movement.run(read)
-        good: npt.NDArray[np.bool_] = self._judge(trie, rows, errors) & there
+        outcomes = await movement.run(read)
+        good: npt.NDArray[np.bool_] = self._judge(trie, rows, outcomes) & there
+        self._note_decoded(trie, rows, chosen, outcomes, good)
         return good
+
+    def _note_decoded(
+        self,
+        trie: Trie,
+        rows: Rows,
+        parts: Sequence[int],
+        outcomes: Sequence[DecodedParts | SwapError | None],
+        good: npt.NDArray[np.bool_],
+    ) -> None:
+        """Records the checksums of decoded bytes, and which of them a lossy codec has altered.
+
+        A part that has come to memory meanwhile from elsewhere keeps its own checksum.
+        """
+        if not trie.has_coded:
+            return
+        shared = self._placement.tiers.shared.level
+        for at in np.flatnonzero(good).tolist():
+            row, outcome = int(rows[at]), outcomes[at]
+            for part, decoded in zip(parts, outcome if isinstance(outcome, tuple) else (), strict=False):
+                if decoded is not None and trie.slots[row, shared, part] == NO_SLOT:
+                    trie.checksums[row, part] = decoded.checksum
+        altered = rows[good][trie.errors[rows[good], 0] > 0]
+        groups = int(np.bitwise_or.reduce(trie.part_mask[list(parts)]))
+        trie.set_decoded(altered, np.full(len(altered), groups, np.uint8))
 
     async def reread(self, trie: Trie, row: int) -> StorageError | None:
         """Reads a block into scratch memory. Returns the error, or None if the block is good."""
         store, here = self._store, np.array([row])
         scratch = [np.empty(nbytes, np.uint8) for nbytes in trie.part_bytes]
         addresses = np.array([[buffer.ctypes.data for buffer in scratch]], np.int64)
-        loads = Loads(trie.slots[here, store.level], trie.checksums[here], addresses, tuple(trie.part_bytes))
+        coded = trie.coded_bytes[here] if trie.has_coded else None
+        loads = Loads(
+            trie.slots[here, store.level], trie.stored_checksums(here), addresses, tuple(trie.part_bytes), coded
+        )
         with self._placement.holds.hold("disk probe", trie, here, store):
-            (error,) = await store.read(loads, Urgency.DEMAND)
-        if error is not None and not isinstance(error, StorageError):
-            raise error
-        return error
+            (outcome,) = await store.read(loads, Urgency.DEMAND)
+        if isinstance(outcome, StorageError) or not isinstance(outcome, SwapError):
+            return outcome if isinstance(outcome, StorageError) else None
+        raise outcome
 
-    def _judge(self, trie: Trie, rows: Rows, errors: Sequence[SwapError | None]) -> npt.NDArray[np.bool_]:
+    def _judge(
+        self, trie: Trie, rows: Rows, outcomes: Sequence[DecodedParts | SwapError | None]
+    ) -> npt.NDArray[np.bool_]:
         """[len(rows)]: which reads succeeded. Drops damaged blocks, in one call for each kind of damage."""
         damaged: dict[type[StorageError], list[int]] = {}
         first: dict[type[StorageError], StorageError] = {}
-        for row, error in zip(rows.tolist(), errors, strict=True):
+        for row, error in zip(rows.tolist(), outcomes, strict=True):
             if isinstance(error, ChecksumError | LostBytesError):
                 damaged.setdefault(type(error), []).append(row)
                 first.setdefault(type(error), error)
@@ -96,7 +128,7 @@ class DiskReads:
                 self._failed(trie, row, error)
         for kind, lost in damaged.items():
             self._drop(trie, np.array(lost), first[kind])
-        return np.array([error is None for error in errors], np.bool_)
+        return np.array([not isinstance(outcome, SwapError) for outcome in outcomes], np.bool_)
 
     async def recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
         """Verifies a block on disk while the store does not change, and drops it if it is damaged.

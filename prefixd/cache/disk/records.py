@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from prefixd.cache.disk.part_coder import NOTHING_CODED, CodedBlocks, larger_errors
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Tiers
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, Span
+from prefixd_swap.codecs.coded_part import CodedPart
+from prefixd_swap.slab.index.block_record import Errors
 from prefixd_swap.tiers import MemoryTier
 
 Identity = tuple[bytes, bytes]
@@ -54,42 +57,63 @@ class DiskRecords:
     def expected(self, trie: Trie, rows: Rows) -> list[BlockRecord]:
         """The records that the index must have of blocks on disk."""
         records = []
-        stored, checksums = self._slots_on_disk(trie, rows), trie.checksums[rows].tolist()
+        on_disk, errors = self._on_disk(trie, rows), self._errors(trie, rows)
         for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
-            columns = zip(stored[at], trie.part_bytes, checksums[at], strict=True)
-            parts = tuple(DiskPart(*column) if column[0] != NO_SLOT else None for column in columns)
-            records.append(BlockRecord(*name, parent, tokens, parts, depth))
+            records.append(BlockRecord(*name, parent, tokens, tuple(on_disk[at]), depth, errors[at]))
         return records
 
-    def new_blocks(self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask) -> list[NewBlock]:
-        """The blocks to store: the bytes of the KV groups in each mask from `source`, other parts as they are on
-        disk."""
+    def new_blocks(
+        self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask, coded: CodedBlocks = NOTHING_CODED
+    ) -> list[NewBlock]:
+        """The blocks to store: the bytes of the KV groups in each mask from `source`, or what `coded` has of them;
+        other parts as they are on disk."""
         blocks = []
         addresses = source.addresses(trie.slots[rows, source.level]).tolist()
-        stored, checksums = self._slots_on_disk(trie, rows), trie.checksums[rows].tolist()
+        on_disk, checksums = self._on_disk(trie, rows), trie.checksums[rows].tolist()
+        errors = self._errors(trie, rows)
         written = ((groups[:, None] & trie.part_mask) != 0).tolist()
         known = trie.checksummed[rows].tolist()
         of_shared = source is self._tiers.shared  # checksums are of its bytes
         for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
-            parts = [
-                Span(address, size, source.on_device)
-                if write
-                else (DiskPart(slot, size, checksum) if slot != NO_SLOT else None)
-                for address, slot, size, checksum, write in zip(
-                    addresses[at], stored[at], trie.part_bytes, checksums[at], written[at], strict=True
+            parts: list[Span | CodedPart | DiskPart | None] = [
+                Span(address, size, source.on_device) if write else there
+                for address, size, there, write in zip(
+                    addresses[at], trie.part_bytes, on_disk[at], written[at], strict=True
                 )
             ]
             taken = [
                 checksum if certain and of_shared else None
                 for checksum, certain in zip(checksums[at], known[at], strict=True)
             ]
-            blocks.append(NewBlock(*name, parent, tokens, depth, parts, taken))
+            most = errors[at]
+            for part in range(len(parts)) if coded else ():
+                made = coded.get((int(rows[at]), part))
+                if made is not None and written[at][part]:
+                    parts[part], taken[part] = made.stored, made.checksum
+                    most = larger_errors(most, made.errors)
+            blocks.append(NewBlock(*name, parent, tokens, depth, parts, taken, errors=most))
         return blocks
 
-    def _slots_on_disk(self, trie: Trie, rows: Rows) -> list[list[int]]:
-        """[n, parts]"""
-        slots: list[list[int]] = trie.slots[rows, self._tiers.require_durable().level].tolist()
-        return slots
+    def _on_disk(self, trie: Trie, rows: Rows) -> list[list[DiskPart | None]]:
+        """[n, parts]: the parts that are on disk."""
+        slots = trie.slots[rows, self._tiers.require_durable().level].tolist()
+        checksums, nbytes = trie.stored_checksums(rows).tolist(), trie.stored_bytes(rows).tolist()
+        coded = (
+            (trie.coded_bytes[rows] > 0).tolist() if trie.has_coded else [[False] * len(trie.part_bytes)] * len(rows)
+        )
+        return [
+            [
+                DiskPart(*column) if column[0] != NO_SLOT else None
+                for column in zip(slots[at], nbytes[at], checksums[at], coded[at], strict=True)
+            ]
+            for at in range(len(rows))
+        ]
+
+    def _errors(self, trie: Trie, rows: Rows) -> list[Errors | None]:
+        """[n]: the errors of what lossy codecs have made of blocks."""
+        if not trie.has_coded:
+            return [None] * len(rows)
+        return [(largest, rms) if largest else None for largest, rms in trie.errors[rows].tolist()]
 
     def _heads(self, trie: Trie, rows: Rows) -> Iterator[tuple[Identity, bytes, bytes, int]]:
         """Each block's name, its parent's key (b"" where it has none), its tokens, and its depth."""

@@ -20,6 +20,7 @@ from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.placement.placement import Placement
 from prefixd_swap import BlockRecord, RecordGroup, Records, StorageError, UseHistory
 from prefixd_swap.errors import GeometryError
+from prefixd_swap.slab.index.record_columns import OF_ANY_SIZE
 from prefixd_swap.tiers import StoreTier
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,10 @@ def is_usable(spec: bytes, record: BlockRecord) -> bool:
     return (
         len(record.tokens) == namespace.block_tokens * _TOKEN_BYTES
         and len(record.parts) == len(wanted)
-        and all(part is None or part.nbytes == nbytes for part, nbytes in zip(record.parts, wanted, strict=True))
+        and all(
+            part is None or part.coded or part.nbytes == nbytes
+            for part, nbytes in zip(record.parts, wanted, strict=True)
+        )
     )
 
 
@@ -294,17 +298,24 @@ class _Entry:
                 now_s,
             )
             for group, mine, at in pieces:
-                on_disk = np.array(group.part_bytes, np.int64) > 0
+                on_disk = np.array(group.part_bytes, np.int64) != 0
+                coded = np.array(group.part_bytes, np.int64) == OF_ANY_SIZE
                 trie.put_copies(rows[mine], self._level, np.where(on_disk, group.slots[at], NO_SLOT), now_s)
                 self._uses.restored(trie, rows[mine], self._level, now_s)
                 trie.checksums[rows[mine]] = group.checksums[at]
+                if coded.any():
+                    nbytes = np.where(coded, group.nbytes[at], 0).astype(np.uint32)
+                    trie.set_coded(rows[mine], nbytes, group.checksums[at])
+                if group.errors is not None:
+                    trie.set_errors(rows[mine], group.errors[at])
 
 
 def _fits(group: RecordGroup, trie: Trie) -> bool:
     """Whether the group's blocks can be blocks of `trie`: all parts of a KV group are on disk, or none."""
     if (trie.block_tokens, len(trie.part_bytes)) != (group.tokens.shape[1], len(group.part_bytes)):
         return False
-    if any(nbytes not in (0, wanted) for nbytes, wanted in zip(group.part_bytes, trie.part_bytes, strict=True)):
+    sizes = zip(group.part_bytes, trie.part_bytes, strict=True)
+    if any(nbytes not in (0, OF_ANY_SIZE, wanted) for nbytes, wanted in sizes):
         return False
-    there = [{group.part_bytes[part] > 0 for part in kv_group.parts} for kv_group in trie.groups]
+    there = [{group.part_bytes[part] != 0 for part in kv_group.parts} for kv_group in trie.groups]
     return all(len(found) == 1 for found in there)

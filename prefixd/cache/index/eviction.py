@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.keys.key_index import Rows
-from prefixd.cache.index.residency import ALL_TIERS, DISK, LOCAL_TIERS, CopyColumns
-from prefixd.cache.index.trie_table import TIERS
+from prefixd.cache.index.residency import ALL_TIERS, LOCAL_TIERS, CopyColumns
+from prefixd.cache.index.trie_table import DISK, TIERS
 from prefixd.cache.rules import GroupMask, expired_groups
 
 

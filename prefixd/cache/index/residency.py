@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.cache.index.coded_columns import CodedColumns
 from prefixd.cache.index.keys.key_index import Rows
-from prefixd.cache.index.priorities import PriorityColumns
-from prefixd.cache.index.trie_table import NO_SLOT, TIERS
+from prefixd.cache.index.trie_table import CPU, DISK, GPU, NO_SLOT, NONE, REMOTE, TIERS
 from prefixd.cache.rules import GroupMask, GroupRule
 
-GPU, CPU, DISK, REMOTE, NONE = 0, 1, 2, 3, 4
 ALL_TIERS = (1 << TIERS) - 1
 LOCAL_TIERS = ALL_TIERS & ~(1 << REMOTE)
 """The tiers of this host, a bit each: no other host can delete copies there."""
 
 
-class CopyColumns(PriorityColumns):
+class CopyColumns(CodedColumns):
     """Where the bytes of blocks are. Arguments as for `BlockTable`."""
 
     def __init__(self, block_tokens: int, part_bytes: Sequence[int], rules: Sequence[GroupRule] | None = None) -> None:
@@ -48,6 +47,14 @@ class CopyColumns(PriorityColumns):
         self._note(rows, tier, place)
         return new
 
+    def leaving_slots(self, rows: Rows, tier: int, groups: int | GroupMask | None = None) -> npt.NDArray[np.int64]:
+        """The slots that `drop_copies` would free, with the same arguments."""
+        place: npt.NDArray[np.int64] = self.slots[rows, tier]
+        if groups is None:
+            return place
+        wanted = np.broadcast_to(np.asarray(groups, np.uint8), (len(rows),))
+        return np.where((wanted[:, None] & self.part_mask) != 0, place, NO_SLOT)
+
     def drop_copies(self, rows: Rows, tier: int, groups: int | GroupMask | None = None) -> npt.NDArray[np.int64]:
         """Forgets the bytes of `groups` of m different blocks in `tier`.
 
@@ -59,16 +66,16 @@ class CopyColumns(PriorityColumns):
         Returns:
             [m, parts]: the slots that are free now, NO_SLOT for parts that had none or stay.
         """
-        place = self.slots[rows, tier]
-        freed: npt.NDArray[np.int64] = place
-        if groups is not None:
-            wanted = np.broadcast_to(np.asarray(groups, np.uint8), (len(rows),))
-            freed = np.where((wanted[:, None] & self.part_mask) != 0, place, NO_SLOT)
+        freed = self.leaving_slots(rows, tier, groups)
         gone = freed != NO_SLOT
-        place = np.where(gone, NO_SLOT, place)
+        place = np.where(gone, NO_SLOT, self.slots[rows, tier])
         self.slots[rows, tier] = place
         if tier == CPU:
             self.checksummed[rows] &= ~gone
+        if tier == DISK:
+            self._forget_coded(rows, gone)
+        elif tier != REMOTE:
+            self._forget_decoded(rows, (GPU, CPU))
         bit = np.uint8(1 << tier)
         left = rows[((self.any_part[rows] & bit) != 0) & (place == NO_SLOT).all(axis=1)]
         if len(left) and (groups is None or tier != DISK):  # on disk the block's record stays: its children need it
@@ -140,7 +147,7 @@ class CopyColumns(PriorityColumns):
 
     def set_part_checksums(self, rows: Rows, parts: Rows, checksums: npt.NDArray[np.uint64]) -> None:
         """Records the checksums of m parts in the CPU tier, except of parts that are on disk with another one."""
-        alone = self.slots[rows, DISK, parts] == NO_SLOT
+        alone = (self.slots[rows, DISK, parts] == NO_SLOT) | (self.coded_bytes[rows, parts] > 0)
         self.checksums[rows[alone], parts[alone]] = checksums[alone]
         self.checksummed[rows, parts] = self.checksums[rows, parts] == checksums
 

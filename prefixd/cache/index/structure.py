@@ -11,8 +11,7 @@ import numpy.typing as npt
 from prefixd.cache.index.children import link, unlink_all
 from prefixd.cache.index.eviction import EvictionColumns
 from prefixd.cache.index.keys.key_index import Ordinals, Rows
-from prefixd.cache.index.residency import NONE
-from prefixd.cache.index.trie_table import NO_SLOT, NOWHERE
+from prefixd.cache.index.trie_table import NO_SLOT, NONE, NOWHERE
 
 
 class Structure(EvictionColumns):
@@ -109,7 +108,8 @@ class Structure(EvictionColumns):
                 self.rank,
             ),
         )
-        for column in columns:
+        coded = (self.coded_bytes, self.decoded, self.errors) if self.has_coded else ()
+        for column in (*columns, *coded):
             column[rows] = 0
 
     def insert_all(

@@ -28,14 +28,14 @@ import numpy.typing as npt
 from prefixd.cache.index.eviction import lasting_copies as lasting_copies
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.keys.key_index import Rows as Rows
-from prefixd.cache.index.residency import CPU as CPU
-from prefixd.cache.index.residency import DISK as DISK
-from prefixd.cache.index.residency import GPU as GPU
 from prefixd.cache.index.residency import LOCAL_TIERS as LOCAL_TIERS
-from prefixd.cache.index.residency import NONE as NONE
-from prefixd.cache.index.residency import REMOTE as REMOTE
 from prefixd.cache.index.structure import Structure
+from prefixd.cache.index.trie_table import CPU as CPU
+from prefixd.cache.index.trie_table import DISK as DISK
+from prefixd.cache.index.trie_table import GPU as GPU
 from prefixd.cache.index.trie_table import NO_SLOT as NO_SLOT
+from prefixd.cache.index.trie_table import NONE as NONE
+from prefixd.cache.index.trie_table import REMOTE as REMOTE
 from prefixd.cache.index.trie_table import TIERS as TIERS
 from prefixd.cache.rules import Bools, GroupMask, GroupRule, longest_prefix, possible_lengths
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from prefixd.cache.index.columns import ColumnMemory, Reserve, reserve_addresses
 from prefixd.cache.index.keys.key_index import KeyIndex, Rows, process_masks
 
+GPU, CPU, DISK, REMOTE, NONE = 0, 1, 2, 3, 4
 TIERS = 4
 NO_SLOT = -1
 NOWHERE = -1  # namespace of a row whose block was removed
@@ -55,6 +56,8 @@ class TrieTable:
         self.priority = np.empty(0, np.int8)  # given by a caller, valid until `priority_until`
         self.priority_until = np.empty(0, np.float64)  # seconds of the cache's clock
         self.retained_groups = np.empty(0, np.uint8)  # groups with bytes, if the priority is above 0
+        self.decoded = np.empty(0, np.uint8)  # KV groups of which memory has bytes from a lossy copy, a bit each
+        self.errors = np.empty((0, 2), np.float32)  # largest and RMS error of lossy copies
         self.there = _by_tier(0, (), np.uint8)  # KV groups of which the tier has every part
         self.tier_children = _by_tier(0, (), np.int32)
         self.entered = _by_tier(0, (), np.float64)
@@ -69,8 +72,10 @@ class TrieTable:
         self.slots = _by_tier(0, (parts,), np.int64)
         self.checksums = np.empty((0, parts), np.uint64)
         self.checksummed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
+        self.coded_bytes = np.empty((0, parts), np.uint32)  # stored bytes of the coded copy on disk; 0: raw, or none
+        self.coded_checksums = np.empty((0, parts), np.uint64)  # of what is stored
         self.holds = _by_tier(0, (groups,), np.int32)
-        for name in ("tokens", "slots", "checksums", "checksummed", "holds") if self._capacity else ():
+        for name in _PART_COLUMNS if self._capacity else ():
             self._memory.forget(name)
             grown = self._memory.grown(name, getattr(self, name), self._capacity, planes=name in _TIER_COLUMNS)
             setattr(self, name, grown)
@@ -145,5 +150,11 @@ _COLUMNS = (
     "retained_groups",
     "checksums",
     "checksummed",
+    "coded_bytes",
+    "coded_checksums",
+    "decoded",
+    "errors",
 )
 _TIER_COLUMNS = ("slots", "there", "holds", "tier_children", "entered", "rank")
+_PART_COLUMNS = ("tokens", "slots", "checksums", "checksummed", "coded_bytes", "coded_checksums", "holds")
+"""Those whose width is the tokens, parts or groups of a block."""

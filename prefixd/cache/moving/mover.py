@@ -20,6 +20,8 @@ from prefixd.base.long_work.pacer import give_way
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.copies import DiskCopies
+from prefixd.cache.disk.namespace_codings import EXACT, NamespaceCodings, TierCodec
+from prefixd.cache.disk.part_coder import PartCoder
 from prefixd.cache.disk.writes import Write
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.allocation import Allocation
@@ -62,6 +64,7 @@ class Mover:
         admit_uses: a block is written to disk after this many uses.
         remote: settings of the remote tier, if there is one.
         tenants: the owners of blocks.
+        disk_codec: how blocks are stored on disk.
         timings: measures loads and writes.
     """
 
@@ -78,6 +81,7 @@ class Mover:
         remote: RemoteOptions | None = None,
         tenants: Tenants | None = None,
         *,
+        disk_codec: TierCodec = EXACT,
         timings: Timings | None = None,
     ) -> None:
         self.timings = timings or Timings()
@@ -89,7 +93,9 @@ class Mover:
         self.lost = self.placement.lost
         self.changed = self.placement.changed
         self.checksums = Checksums(self.placement)
-        self.disk = DiskCopies(self.placement, tries, namespaces, self.checksums)
+        codings = NamespaceCodings(namespaces, self.use.tenants, disk_codec)
+        self.coder = PartCoder(self.placement, codings)
+        self.disk = DiskCopies(self.placement, tries, namespaces, self.checksums, self.coder)
         self.room = Room(self.placement, tries, policy, self.disk)
         self.disk.writes.make_room = self.room.make
         self.disk.writes.timings = self.timings
@@ -159,6 +165,7 @@ class Mover:
         await self.quiesce()
         await self.tiers.close()
         self.checksums.close()
+        self.coder.close()
 
     async def quiesce(self) -> None:
         """Waits for the copies under way."""

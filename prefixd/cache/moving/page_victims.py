@@ -23,7 +23,7 @@ import numpy.typing as npt
 from prefixd.base.long_work.pacer import Pacer
 from prefixd.base.long_work.steps import in_thread
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
-from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie import DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.moving.victims import Limits, Search, no_limits
 from prefixd.cache.placement.tenant_use import Losses
 from prefixd_swap import Victims, round_to_slot
@@ -50,7 +50,7 @@ def has_other_sizes(tries: Sequence[Trie], tier: int, sizes: Sequence[int]) -> b
         if np.bitwise_or.reduce(trie.any_part[: trie.rows]) & (1 << tier)
         for nbytes in trie.part_bytes
     }
-    return len(wanted | held) > 1
+    return len(wanted | held) > 1 or (tier == DISK and any(trie.has_coded for trie in tries))
 
 
 async def find_page_victims(
@@ -273,11 +273,14 @@ async def _read_slots(tries: Sequence[Trie], search: Search, losses: Losses | No
             bare.append((trie, rows[_is_bare(trie, rows, tier)][:_BARE_AT_ONCE]))
             scores = search.policy.scores(trie, rows, tier)
             priorities = trie.priorities(rows, search.now_s) if trie.has_priorities else np.zeros(len(rows), np.int8)
+            coded = trie.stored_slots_bytes(rows) if trie.has_coded and tier == DISK else None
             for part in range(len(trie.part_bytes)):
                 slots = trie.slots[rows, tier, part]
                 at = np.flatnonzero(slots != NO_SLOT)
                 whose = np.full(len(at), part), np.full(len(at), place)
                 size = np.full(len(at), round_to_slot(trie.part_bytes[part]))
+                if coded is not None:
+                    size = coded[at, part]
                 pieces.append(
                     (
                         *(slots[at], scores[at], depths[at], goes[at], rows[at], *whose),

@@ -166,8 +166,8 @@ class Placement:
     def _discard(self, trie: Trie, rows: Rows, tier: Tier, groups: GroupMask | None = None, *, evicted: bool) -> None:
         before = self.to_write(trie, rows)
         here = rows[trie.any_part[rows] & np.uint8(1 << tier.level) != 0]
+        self.use.count_cached(trie, rows, tier, trie.leaving_slots(rows, tier.level, groups), -1)
         slots = trie.drop_copies(rows, tier.level, groups)
-        self.use.count_cached(trie, rows, tier, slots, -1)
         left = here[trie.any_part[here] & np.uint8(1 << tier.level) == 0]
         if len(left) and tier is not self.tiers.remote:
             self.uses.removed(trie, left, tier.level, evicted=evicted)

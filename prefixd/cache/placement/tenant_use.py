@@ -142,7 +142,7 @@ class Losses:
 
     def first(self, trie: Trie, rows: Rows, groups: GroupMask) -> npt.NDArray[np.bool_]:
         """[len(rows)]: which blocks, taken in order, may lose their bytes of `groups`; takes them."""
-        owners, nbytes = self.owners(trie, rows), self._use.group_bytes(trie, self._tier)[groups]
+        owners, nbytes = self.owners(trie, rows), self._use.bytes_of_groups(trie, rows, groups, self._tier)
         goes = np.ones(len(rows), np.bool_)
         for owner in np.unique(owners).tolist():
             mine = np.flatnonzero(owners == owner)
@@ -238,12 +238,26 @@ class TenantUse:
 
     def bytes_of(self, trie: Trie, rows: Rows, tier: Tier) -> Int64s:
         """[len(rows)]: bytes of the slots that blocks have in a tier."""
-        nbytes: Int64s = (trie.slots[rows, tier.level] != NO_SLOT) @ self.part_bytes(trie, tier)
-        return nbytes
+        return self._slots_bytes(trie, rows, tier, trie.slots[rows, tier.level] != NO_SLOT)
 
     def bytes_of_row(self, trie: Trie, row: int, tier: Tier) -> int:
         """Bytes of the slots that one block has in a tier."""
+        if trie.has_coded:
+            return int(self.bytes_of(trie, np.array([row]), tier)[0])
         return int((trie.slots[row, tier.level] != NO_SLOT) @ self.part_bytes(trie, tier))
+
+    def bytes_of_groups(self, trie: Trie, rows: Rows, groups: GroupMask, tier: Tier) -> Int64s:
+        """[len(rows)]: bytes of the slots that the KV groups in each mask take in a tier, which has them."""
+        return self._slots_bytes(trie, rows, tier, (groups[:, None] & trie.part_mask) != 0)
+
+    def _slots_bytes(self, trie: Trie, rows: Rows, tier: Tier, has: npt.NDArray[np.bool_]) -> Int64s:
+        """[len(rows)]: bytes of the slots of parts, [len(rows), parts], in a tier."""
+        nbytes: Int64s
+        if trie.has_coded and tier is self._tiers.durable:
+            nbytes = np.where(has, trie.stored_slots_bytes(rows), 0).sum(axis=1)
+        else:
+            nbytes = has @ self.part_bytes(trie, tier)
+        return nbytes
 
     def _sizes(self, trie: Trie, tier: Tier) -> _Sizes:
         known = self._slot_bytes.get((trie.ordinal, tier.level))
@@ -262,10 +276,10 @@ class TenantUse:
     # -- cached bytes ---------------------------------------------------------------------------------------------
 
     def count_cached(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots, sign: int) -> None:
-        """Counts slots, [m, parts], that blocks got (1) or lost (-1) in a tier."""
+        """Counts slots, [m, parts], that blocks got (1), or will lose (-1), in a tier."""
         if tier.level >= len(QUOTA_TIERS):
             return
-        nbytes = (slots != NO_SLOT) @ self.part_bytes(trie, tier)
+        nbytes = self._slots_bytes(trie, rows, tier, slots != NO_SLOT)
         if len(self.tenants.all) == 1:
             self._cached[0, tier.level] += sign * int(nbytes.sum())
         else:

@@ -184,7 +184,7 @@ def _block(at: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> NewBloc
 
 async def _timed_read(tier: DiskTier, loads: Loads) -> float:
     began_s = time.perf_counter()
-    failed = [error for error in await tier.read(loads, Urgency.DEMAND) if error is not None]
+    failed = [each for each in await tier.read(loads, Urgency.DEMAND) if isinstance(each, SwapError)]
     if failed:
         raise failed[0]
     return time.perf_counter() - began_s

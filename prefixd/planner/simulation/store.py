@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from prefixd.planner.simulation.link import SimulatedLink
+from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.errors import IntegrityError, LostBytesError, RecordDamagedError, StorageError
 from prefixd_swap.slab.index.block_record import (
     NAMESPACE_BYTES,
@@ -25,6 +26,7 @@ from prefixd_swap.slab.index.recovery import prefix_closed
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.tiers import NO_SLOT, Identity, Int64s, Loads, Places, StoreTier
+from prefixd_swap.tiers.store_tier import BlockRead
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency
 
 LIMITS = DeviceLimits(in_flight=4, reserved=1)
@@ -176,7 +178,7 @@ class UnbackedStoreTier(StoreTier):
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[StorageError | None]]:
+    def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[BlockRead]]:
         return Piece(nbytes, partial(self._read, loads), True)
 
     def _write_piece(self, blocks: list[NewBlock], nbytes: int) -> Piece[list[Places | None]]:
@@ -185,9 +187,9 @@ class UnbackedStoreTier(StoreTier):
     def _verify_piece(self, expected: Sequence[BlockRecord], nbytes: int) -> Piece[list[StorageError | None]]:
         return Piece(nbytes, partial(self._verify, expected), True)
 
-    async def _read(self, loads: Loads) -> list[StorageError | None]:
+    async def _read(self, loads: Loads) -> list[BlockRead]:
         await self.link.move(len(loads) * sum(loads.nbytes))
-        results: list[StorageError | None] = []
+        results: list[BlockRead] = []
         columns = zip(loads.slots.tolist(), loads.checksums.tolist(), loads.addresses.tolist(), strict=True)
         for slots, checksums, addresses in columns:
             try:
@@ -270,7 +272,7 @@ class UnbackedStoreTier(StoreTier):
         self._pins |= pins
         return tuple(places)
 
-    def _contents(self, span: Span, checksum: int | None) -> tuple[bytes, int]:
+    def _contents(self, span: Span | CodedPart, checksum: int | None) -> tuple[bytes, int]:
         """What is kept of a part, and its checksum."""
         del span
         return b"", 0 if checksum is None else checksum

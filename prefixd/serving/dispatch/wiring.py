@@ -7,6 +7,7 @@ from functools import partial
 
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers
+from prefixd.cache.disk.namespace_codings import TierCodec
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.remote import RemoteOptions
 from prefixd.serving.dispatch.capacity.tier_share import TierShare
@@ -47,6 +48,7 @@ def cache_options(settings: Settings) -> CacheOptions:
         prefetch_bytes=settings.transfers.prefetch_bytes,
         reserved_bytes=settings.transfers.reserved_bytes,
         admit_uses=settings.disk.admit_uses,
+        disk_codec=TierCodec(settings.disk.codec, settings.disk.codec_error),
         share_after=settings.cache.share_after,
         remote=RemoteOptions(
             share=settings.remote.share,

@@ -2,6 +2,9 @@
 
 `LOCK` is held with flock(2) and names its holder. `SUPERBLOCK` is written once, before all other files, and again as
 `SUPERBLOCK.copy`: either one is enough to open the directory, and the other is then written again.
+
+A directory has format 2 until the first coded part is written, so that a daemon that never codes leaves it readable for
+earlier versions. Format 3 is format 2 with coded parts and errors in records.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from prefixd_swap.slab.files.io import DiskIo, try_read, usable
 from prefixd_swap.slots import PAGE_BYTES
 
 MAGIC = b"prefixd\0"
-VERSION = 2
+VERSION = 3
+RAW_VERSION = 2
+"""The format of a directory without coded parts."""
 SUPERBLOCKS = ("SUPERBLOCK", "SUPERBLOCK.copy")
 
 log = logging.getLogger(__name__)
@@ -45,6 +50,8 @@ class DataDirectory:
         self.path = path
         self.slabs = path / "slabs"
         self.index = path / "index"
+        self.version = RAW_VERSION
+        """The format of what is there."""
         self._ops = ops
         try:
             ops.mkdir(path)
@@ -108,6 +115,25 @@ class DataDirectory:
         except OSError as error:
             raise storage_error(f"writing {name}", error) from error
 
+    def allow_coded(self) -> None:
+        """Make the format the one that has coded parts, before the first of them is written.
+
+        Raises:
+            StorageError: the superblock cannot be written.
+        """
+        if self.version == VERSION:
+            return
+        try:
+            copy = self.path / SUPERBLOCKS[1]
+            with contextlib.suppress(FileNotFoundError):
+                self._ops.unlink(copy)  # else a start after a crash would write the old format again
+            self._ops.sync_directory(self.path)
+            for name in SUPERBLOCKS:
+                self._write_superblock(self.path / name, _content(VERSION))
+        except OSError as error:
+            raise storage_error(f"writing the superblock of {self.path}", error) from error
+        self.version = VERSION
+
     def close(self) -> None:
         """Release the directory for other processes."""
         if self._fd >= 0:
@@ -129,19 +155,18 @@ class DataDirectory:
 
     def _check_superblock(self) -> None:
         """Write the superblock and its copy in a new directory; in an old one repair either from the other."""
-        fields = _SUPERBLOCK.pack(MAGIC, VERSION, PAGE_BYTES)
-        content = fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
         there = [name for name in SUPERBLOCKS if (self.path / name).exists()]
         faults = {name: self._find_fault(self.path / name) for name in there}
         if there and all(fault for fault, _ in faults.values()):
             raise FormatError("; ".join(faults[there[0]]))
+        self.version = max((_version(self.path / name) for name in there if not faults[name][0]), default=RAW_VERSION)
         # The copy is read second. A writer of a later format must delete it first, or this code would restore it.
         for name in SUPERBLOCKS:
             fault, _ = faults.get(name, (f"{self.path / name} was absent", ""))
             if fault:
                 if there:
                     log.warning("%s; written anew from its copy", fault)
-                self._write_superblock(self.path / name, content)
+                self._write_superblock(self.path / name, _content(self.version))
 
     def _find_fault(self, name: Path) -> tuple[str, str]:
         """The fault of the superblock in the file `name`, and the remedy if its copy has one too; both empty if good.
@@ -164,7 +189,7 @@ class DataDirectory:
         if version > VERSION:
             fault = f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}"
             remedy = "upgrade prefixd, choose another directory"
-        elif version < VERSION:
+        elif version < RAW_VERSION:
             fault = f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}"
             remedy = "use the prefixd that wrote it, choose another directory"
         elif page_bytes != PAGE_BYTES:
@@ -192,6 +217,18 @@ class DataDirectory:
         self._ops.sync_directory(self.path)
         with contextlib.suppress(OSError):  # this user may lack the right to open the parent
             self._ops.sync_directory(self.path.parent)
+
+
+def _content(version: int) -> bytes:
+    """A superblock."""
+    fields = _SUPERBLOCK.pack(MAGIC, version, PAGE_BYTES)
+    return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def _version(superblock: Path) -> int:
+    """The format that a whole superblock names."""
+    version: int = _SUPERBLOCK.unpack_from(superblock.read_bytes())[1]
+    return version
 
 
 def _refuse_foreign(path: Path) -> None:

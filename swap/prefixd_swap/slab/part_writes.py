@@ -29,6 +29,8 @@ class PartWrite:
     slot: int
     checksum: int | None
     """xxh3_64 of the bytes; None: not computed yet."""
+    coded: bool = False
+    """Its slot, then, may be some pages larger than the bytes."""
 
 
 @dataclass(slots=True)
@@ -124,7 +126,7 @@ def _write(runs: Sequence[_Run]) -> None:
 
 
 def _stored(parts: Sequence[PartWrite]) -> list[DiskPart]:
-    return [DiskPart(part.slot, part.span.nbytes, _checksum(part)) for part in parts]
+    return [DiskPart(part.slot, part.span.nbytes, _checksum(part), part.coded) for part in parts]
 
 
 def _checksum(part: PartWrite) -> int:

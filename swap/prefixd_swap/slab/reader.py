@@ -1,24 +1,30 @@
-"""Reads parts of blocks from the slabs into memory, and verifies them there."""
+"""Reads parts of blocks from the slabs into memory, decodes those that are coded, and verifies them there."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from itertools import pairwise
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
 
-from prefixd_swap.errors import ChecksumError, StorageError
+from prefixd_swap.codecs.coding import Decoded, decode_object
+from prefixd_swap.errors import ChecksumError, EncodingError, StorageError
 from prefixd_swap.slab.files.adjacent import SMALL_BYTES, are_adjacent, copy_bytes, join_spans
 from prefixd_swap.slab.files.file_ops import host_bytes
 from prefixd_swap.slab.files.pread_io import STEP_BYTES
 from prefixd_swap.slab.files.slab_file import INDEX_BITS, SlabFile
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.index.block_record import DiskPart
-from prefixd_swap.slab.index.record_columns import Int64s
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
+
+PartRead = StorageError | Decoded | None
+"""The outcome of reading a part: its error, what was decoded, or None for a raw part that is good."""
+
+_KEPT_BYTES = 16 << 20  # of a buffer that a thread keeps
 
 
 class SlabReader:
@@ -34,53 +40,69 @@ class SlabReader:
         slab.read(index, buffer)
         verify(part, slab, index, xxhash.xxh3_64_intdigest(buffer))
 
-    def read_all(
-        self, slots: Int64s, checksums: Sequence[int], addresses: Sequence[int], nbytes: int
-    ) -> list[StorageError | None]:
+    def read_all(self, parts: Sequence[DiskPart], addresses: Sequence[int], nbytes: int) -> list[PartRead]:
         """As `SlabStore.read_all`.
 
         Parts in adjacent slots are read together if they are small or their memory is adjacent too: a call for each
         costs more than a copy, and threads that make thousands of calls a second delay all others by the interpreter's
         lock.
         """
-        parts = [DiskPart(slot, nbytes, checksum) for slot, checksum in zip(slots.tolist(), checksums, strict=True)]
-        slot_bytes = round_to_slot(nbytes)
-        at_once = max(1, STEP_BYTES // slot_bytes)
-        is_gap = np.diff(slots) != slot_bytes // PAGE_BYTES
-        if nbytes > SMALL_BYTES:
-            is_gap |= np.diff(np.array(addresses, np.int64)) != slot_bytes
-        gaps = 1 + np.flatnonzero(is_gap)
-        results: list[StorageError | None] = []
-        for start, end in pairwise([0, *gaps.tolist(), len(parts)]):
-            for first in range(start, end, at_once):
-                some = slice(first, min(first + at_once, end))
-                results += self._read_run(parts[some], addresses[some], slot_bytes)
+        spans = [Span(address, nbytes) for address in addresses]
+        results: list[PartRead] = []
+        for run in _runs(parts, spans):
+            results += self._read_run(parts[run], spans[run])
         return results
 
-    def _read_run(
-        self, parts: Sequence[DiskPart], addresses: Sequence[int], slot_bytes: int
-    ) -> list[StorageError | None]:
+    def _read_run(self, parts: Sequence[DiskPart], spans: Sequence[Span]) -> list[PartRead]:
         """Read parts in adjacent slots."""
-        spans = [Span(address, part.nbytes) for part, address in zip(parts, addresses, strict=True)]
         if len(parts) > 1:
             with contextlib.suppress(StorageError):  # then each part is read alone, for its own error
                 slab, index = self._slabs.find(parts[0].slot)
-                if are_adjacent(spans):
-                    slab.read(index, join_spans(spans, len(parts) * slot_bytes))
+                nbytes = sum(round_to_slot(part.nbytes) for part in parts)
+                if not any(part.coded for part in parts) and are_adjacent(spans):
+                    slab.read(index, join_spans(spans, nbytes))
                     return [_judge(part, slab, into) for part, into in zip(parts, spans, strict=True)]
-                run = slab.read_run(index, len(parts) * slot_bytes)
+                run, first = slab.read_run(index, nbytes), parts[0].slot
                 return [
-                    _copy(part, slab, run[at:], into)
-                    for at, part, into in zip(range(0, len(run), slot_bytes), parts, spans, strict=True)
+                    _take(part, slab, run[PAGE_BYTES * (part.slot - first) :], into)
+                    for part, into in zip(parts, spans, strict=True)
                 ]
         return [self._try_read(part, into) for part, into in zip(parts, spans, strict=True)]
 
-    def _try_read(self, part: DiskPart, into: Span) -> StorageError | None:
+    def _try_read(self, part: DiskPart, into: Span) -> PartRead:
         try:
-            self.read(part, into)
+            if not part.coded:
+                self.read(part, into)
+                return None
+            slab, index = self._slabs.find(part.slot)
+            stored = _buffer(part.slot_bytes)
+            slab.read(index, stored[: round_to_slot(part.nbytes)])
+            return _take(part, slab, stored, into)
         except StorageError as error:
             return error
-        return None
+
+
+def _runs(parts: Sequence[DiskPart], spans: Sequence[Span]) -> Iterator[slice]:
+    """Runs of parts that one call reads, up to 1 MiB each."""
+    start = nbytes = 0
+    for at, part in enumerate(parts):
+        if at and not (nbytes + round_to_slot(part.nbytes) <= STEP_BYTES and _follows(parts, spans, at)):
+            yield slice(start, at)
+            start, nbytes = at, 0
+        nbytes += round_to_slot(part.nbytes)
+    if parts:
+        yield slice(start, len(parts))
+
+
+def _follows(parts: Sequence[DiskPart], spans: Sequence[Span], at: int) -> bool:
+    """Whether one call should read a part and the one before it."""
+    before, part = parts[at - 1], parts[at]
+    if part.slot != before.slot + round_to_slot(before.nbytes) // PAGE_BYTES or not part.slot % (1 << INDEX_BITS):
+        return False
+    if max(before.nbytes, part.nbytes) <= SMALL_BYTES:
+        return True
+    adjacent = spans[at].address == spans[at - 1].address + round_to_slot(part.nbytes)
+    return adjacent and not (before.coded or part.coded)
 
 
 def verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
@@ -96,16 +118,44 @@ def verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
         )
 
 
-def _copy(part: DiskPart, slab: SlabFile, data: memoryview, into: Span) -> ChecksumError | None:
-    """Copies a part that was read and verifies the copy; returns the error, or None."""
-    copy_bytes(data[: part.nbytes], host_bytes(into, part.nbytes))
-    return _judge(part, slab, into)
+def _take(part: DiskPart, slab: SlabFile, read: memoryview, into: Span) -> PartRead:
+    """Verifies what was read of a part, the beginning of `read`, and copies or decodes it to its place."""
+    stored, target = read[: part.nbytes], host_bytes(into, into.nbytes)
+    if not part.coded:
+        copy_bytes(stored, target)
+        return _judge(part, slab, into)
+    index = part.slot % (1 << INDEX_BITS)
+    try:
+        verify(part, slab, index, xxhash.xxh3_64_intdigest(stored))
+        return decode_object(np.frombuffer(stored, np.uint8), np.frombuffer(target, np.uint8))
+    except EncodingError as error:
+        return ChecksumError(f"the slot at byte {index * PAGE_BYTES} of {slab.path}: {error}; remove the block")
+    except ChecksumError as error:
+        return error
 
 
 def _judge(part: DiskPart, slab: SlabFile, into: Span) -> ChecksumError | None:
-    """Verifies a part that was read; returns the error, or None."""
+    """Verifies a raw part that was read; returns the error, or None."""
     try:
         verify(part, slab, part.slot % (1 << INDEX_BITS), xxhash.xxh3_64_intdigest(host_bytes(into, part.nbytes)))
     except ChecksumError as error:
         return error
     return None
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """A page-aligned buffer of at least `nbytes` bytes; up to `_KEPT_BYTES` the calling thread keeps it."""
+    kept = _local.buffer
+    if kept is not None and len(kept) >= nbytes:
+        return kept
+    fresh = memoryview(mmap.mmap(-1, round_to_slot(nbytes)))
+    if nbytes <= _KEPT_BYTES:
+        _local.buffer = fresh
+    return fresh
+
+
+class _Local(threading.local):
+    buffer: memoryview | None = None
+
+
+_local = _Local()

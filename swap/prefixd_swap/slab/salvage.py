@@ -133,7 +133,7 @@ def _clashing(known: Iterable[BlockRecord], found: Sequence[BlockRecord]) -> set
     """Index keys of the blocks in `found` that overlap another block."""
     rows: list[tuple[int, int, int]] = []  # first unit, end, place in `found` or -1
     for place, record in [*((-1, each) for each in known), *enumerate(found)]:
-        rows += [(part.slot, part.slot + -(-part.nbytes // PAGE_BYTES), place) for part in record.parts if part]
+        rows += [(part.slot, part.slot + part.slot_bytes // PAGE_BYTES, place) for part in record.parts if part]
     if not rows:
         return set()
     starts, ends, places = np.array(rows, np.int64)[np.argsort([row[0] for row in rows], kind="stable")].T

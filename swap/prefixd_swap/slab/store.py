@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.errors import (
     RecordDamagedError,
     StorageError,
@@ -39,7 +40,7 @@ from prefixd_swap.slab.index.record_columns import Bools, IndexTable, Int64s, Re
 from prefixd_swap.slab.index.recovery import Recovery, prefix_closed, reconcile
 from prefixd_swap.slab.index.rows import Change, IndexDamagedError
 from prefixd_swap.slab.index.set_aside import SetAside, list_set_aside
-from prefixd_swap.slab.reader import SlabReader
+from prefixd_swap.slab.reader import PartRead, SlabReader
 from prefixd_swap.slab.verification import Verification
 from prefixd_swap.slab.writer import SlabWriter
 from prefixd_swap.slots import round_to_slot
@@ -171,6 +172,8 @@ class SlabStore:
         for block in blocks:
             block.check()
         with self._changes.operation():
+            if any(isinstance(part, CodedPart) or block.errors for block in blocks for part in block.parts):
+                self._directory.allow_coded()
             self._check_kept(blocks)
             slots = self._writer.take(blocks)
             try:
@@ -238,7 +241,7 @@ class SlabStore:
             return self._slabs.choose_victims(nbytes, count, slots, worth, evictable, allow)
 
     def read(self, part: DiskPart, into: Span) -> None:
-        """Copy a part's bytes to the start of `into` and verify them there.
+        """Copy what is stored of a part to the start of `into`, coded if it is, and verify it there.
 
         Raises:
             ChecksumError: the bytes are damaged; `into` holds garbage.
@@ -246,18 +249,18 @@ class SlabStore:
         """
         self._reader.read(part, into)
 
-    def read_all(
-        self, slots: Int64s, checksums: Sequence[int], addresses: Sequence[int], nbytes: int
-    ) -> list[StorageError | None]:
-        """As `read`, n parts of `nbytes` bytes each; returns the error of each part, or None.
+    def read_all(self, parts: Sequence[DiskPart], addresses: Sequence[int], nbytes: int) -> list[PartRead]:
+        """Read n parts of which each has `nbytes` bytes, decode those that are coded, and verify all of them there.
 
         Args:
-            slots: int64 [n]; small parts in adjacent slots are read together.
-            checksums: n, xxh3_64 of each part's bytes.
+            parts: n; small ones in adjacent slots are read together.
             addresses: n, where the bytes go, in host memory.
-            nbytes: bytes of each.
+            nbytes: bytes of each, decoded.
+
+        Returns:
+            Of each part its error, what was decoded, or None for a raw part that is good.
         """
-        return self._reader.read_all(slots, checksums, addresses, nbytes)
+        return self._reader.read_all(parts, addresses, nbytes)
 
     @property
     def shrunk(self) -> bool:

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.errors import OutOfMemoryError, StorageError
 from prefixd_swap.slab.files.slab_file import SlabFile
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock, encode_record, index_key
 from prefixd_swap.slab.part_writes import PartWrite, write_parts
+from prefixd_swap.slots import coded_slot_bytes
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 
@@ -69,7 +71,7 @@ class SlabWriter:
             for part, slot, checksum in zip(
                 block.parts, taken or (), block.checksums or (None,) * len(block.parts), strict=False
             )
-            if isinstance(part, Span) and slot is not None
+            if isinstance(part, Span | CodedPart) and slot is not None
         ]
         written = iter(self._write_parts(spans, commit.slabs))
         records: list[BlockRecord | None] = []
@@ -82,7 +84,9 @@ class SlabWriter:
                 for part, slot in zip(block.parts, taken, strict=True)
             )
             commit.changes.append((index_key(block.namespace, block.key), encode_record(block, parts)))
-            records.append(BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth))
+            records.append(
+                BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth, block.errors)
+            )
         return records, commit
 
     def sync(self, slabs: set[SlabFile]) -> None:
@@ -114,10 +118,12 @@ class SlabWriter:
         close = near if near is not None and len(near) == len(block.parts) else (None,) * len(block.parts)
         try:
             for part, other in zip(block.parts, close, strict=True):
-                if not isinstance(part, Span):
+                if isinstance(part, Span | CodedPart):
+                    nbytes = part.nbytes if isinstance(part, Span) else coded_slot_bytes(part.nbytes)
+                    slot = self._slabs.allocate(nbytes, other)
+                else:
                     slots.append(None)
                     continue
-                slot = self._slabs.allocate(part.nbytes, other)
                 if slot is None:
                     self._free_slots(slots)
                     return None
@@ -127,9 +133,16 @@ class SlabWriter:
             raise
         return slots
 
-    def _write_parts(self, spans: Sequence[tuple[Span, int, int | None]], slabs: set[SlabFile]) -> list[DiskPart]:
-        """Write each span to its slot, several at a time; adds the slabs written to `slabs`."""
-        parts = [PartWrite(span, slot, checksum) for span, slot, checksum in spans]
+    def _write_parts(
+        self, given: Sequence[tuple[Span | CodedPart, int, int | None]], slabs: set[SlabFile]
+    ) -> list[DiskPart]:
+        """Write each part to its slot, several at a time; adds the slabs written to `slabs`."""
+        parts = [
+            PartWrite(part.span, slot, part.checksum, coded=True)
+            if isinstance(part, CodedPart)
+            else PartWrite(part, slot, checksum)
+            for part, slot, checksum in given
+        ]
         threads = self._threads() if len(parts) > 1 and self._io_threads > 1 else None
         stored, written = write_parts(parts, self._slabs, threads, self._io_threads)
         slabs |= written

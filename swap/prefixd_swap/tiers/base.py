@@ -17,6 +17,7 @@ from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.pages.page_eviction import ChooseVictims
 
 Int64s = npt.NDArray[np.int64]
+UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
 
 NO_SLOT = -1

@@ -9,14 +9,15 @@ from typing import TypeVar
 
 import numpy as np
 
+from prefixd_swap.codecs.coding import Decoded
 from prefixd_swap.errors import IndexUnavailableError, LostBytesError, StorageError
 from prefixd_swap.pages.page_eviction import ChooseVictims
-from prefixd_swap.slab.index.block_record import BlockRecord, NewBlock
+from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.index.record_columns import Records
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.threads import started_threads
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
-from prefixd_swap.tiers.store_tier import Identity, Loads, Places, StoreTier
+from prefixd_swap.tiers.store_tier import BlockRead, Identity, Loads, Places, StoreTier
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency
 
 C = TypeVar("C")
@@ -136,7 +137,7 @@ class DiskTier(StoreTier):
         """Ends the control threads."""
         self._control.shutdown()
 
-    def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[StorageError | None]]:
+    def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[BlockRead]]:
         return Piece(nbytes, partial(_read, self.store, loads))
 
     def _write_piece(self, blocks: list[NewBlock], nbytes: int) -> Piece[list[Places | None]]:
@@ -150,17 +151,27 @@ class DiskTier(StoreTier):
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
 
 
-def _read(store: SlabStore, loads: Loads) -> list[StorageError | None]:
+def _read(store: SlabStore, loads: Loads) -> list[BlockRead]:
     """Runs in a thread."""
-    results: list[StorageError | None] = [None] * len(loads)
+    results: list[BlockRead] = [None] * len(loads)
+    decoded: dict[int, list[Decoded | None]] = {}
     for part, nbytes in enumerate(loads.nbytes):
         there = np.flatnonzero(loads.slots[:, part] != NO_SLOT)
+        coded = np.zeros(len(there), np.int64) if loads.coded is None else loads.coded[there, part]
         slots, checksums, addresses = (
-            column[there, part] for column in (loads.slots, loads.checksums, loads.addresses)
+            column[there, part].tolist() for column in (loads.slots, loads.checksums, loads.addresses)
         )
-        errors = store.read_all(slots, checksums.tolist(), addresses.tolist(), nbytes)
-        for at, error in zip(there.tolist(), errors, strict=True):
-            results[at] = results[at] or error
+        parts = [
+            DiskPart(slot, stored or nbytes, checksum, stored > 0)
+            for slot, checksum, stored in zip(slots, checksums, coded.tolist(), strict=True)
+        ]
+        for at, outcome in zip(there.tolist(), store.read_all(parts, addresses, nbytes), strict=True):
+            if isinstance(outcome, StorageError):
+                results[at] = results[at] or outcome
+            elif outcome is not None:
+                decoded.setdefault(at, [None] * len(loads.nbytes))[part] = outcome
+    for at, of_block in decoded.items():
+        results[at] = results[at] or tuple(of_block)
     return results
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import final
 
+from prefixd_swap.codecs.coding import Decoded
 from prefixd_swap.errors import StorageError, SwapError
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.index.record_columns import Records
-from prefixd_swap.tiers.base import Int64s, Tier, UInt64s
+from prefixd_swap.tiers.base import Int64s, Tier, UInt32s, UInt64s
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.memory import MemoryTier
 from prefixd_swap.transfers import PIECE_BYTES, DeviceLimits, Piece, Transfers, Urgency, piece_items
@@ -33,18 +34,27 @@ class Loads:
     slots: Int64s
     """[n, p]: the parts' slots in the store; NO_SLOT for parts not to read."""
     checksums: UInt64s
-    """[n, p]: xxh3_64 of each part's bytes."""
+    """[n, p]: xxh3_64 of what is stored of each part."""
     addresses: Int64s
     """[n, p]: where to put the bytes, in memory that a CPU can address."""
     nbytes: tuple[int, ...]
-    """[p]: bytes of each part."""
+    """[p]: bytes of each part, decoded."""
+    coded: UInt32s | None = None
+    """[n, p]: stored bytes of each part that is coded, 0 for a raw one; None: all are raw."""
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def __getitem__(self, rows: slice) -> Loads:
         """A slice; views, no copies."""
-        return Loads(self.slots[rows], self.checksums[rows], self.addresses[rows], self.nbytes)
+        coded = None if self.coded is None else self.coded[rows]
+        return Loads(self.slots[rows], self.checksums[rows], self.addresses[rows], self.nbytes, coded)
+
+
+DecodedParts = tuple[Decoded | None, ...]
+"""Of each part of a block what was decoded; None for a raw part, or one that was not read."""
+BlockRead = StorageError | DecodedParts | None
+"""The outcome of reading a block: its error, or what was decoded, None if all its parts are raw."""
 
 
 class StoreTier(Tier):
@@ -97,8 +107,8 @@ class StoreTier(Tier):
     @final
     def submit_read(
         self, loads: Loads, urgency: Urgency, *, deadline_s: float | None = None
-    ) -> BlockTransfer[StorageError | None]:
-        """Starts to read blocks and verify them at their addresses; the result is each block's error, or None.
+    ) -> BlockTransfer[BlockRead]:
+        """Starts to read blocks, decode them, and verify them at their addresses.
 
         After an error there is garbage at the block's addresses. The memory must stay until the transfer has ended.
         """
@@ -190,7 +200,7 @@ class StoreTier(Tier):
         )
 
     @abstractmethod
-    def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[StorageError | None]]:
+    def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[BlockRead]]:
         """A piece that reads `loads`, `nbytes` bytes in all."""
 
     @abstractmethod
@@ -204,7 +214,7 @@ class StoreTier(Tier):
     # -- blocks, from beginning to end ----------------------------------------------------------------------------
 
     @final
-    async def read(self, loads: Loads, urgency: Urgency) -> list[SwapError | None]:
+    async def read(self, loads: Loads, urgency: Urgency) -> list[DecodedParts | SwapError | None]:
         """Reads blocks as `submit_read` does and waits for the end, as `BlockTransfer.finish` does."""
         return await self.submit_read(loads, urgency).finish()
 

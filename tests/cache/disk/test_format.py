@@ -13,7 +13,7 @@ from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
 from prefixd.cache.namespaces import namespace_digest
 from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.padded_rows import PaddedRows
-from prefixd_swap.slab.data_directory import VERSION
+from prefixd_swap.slab.data_directory import RAW_VERSION, VERSION
 from prefixd_swap.slab.index.block_record import (
     BlockRecord,
     DiskPart,
@@ -40,7 +40,7 @@ RECORD = bytes.fromhex(
 
 
 def test_the_version_that_these_bytes_belong_to() -> None:
-    assert VERSION == 2
+    assert (RAW_VERSION, VERSION) == (2, 3)
 
 
 def test_a_record() -> None:
@@ -49,6 +49,31 @@ def test_a_record() -> None:
     parts = (DiskPart(5, 4096, 0x1122334455667788), None)
     assert encode_record(NewBlock(namespace, key, parent, tokens, 3, [None, None]), parts) == RECORD
     assert decode_record(index_key(namespace, key), RECORD) == BlockRecord(namespace, key, parent, tokens, parts, 3)
+
+
+def test_a_record_of_coded_parts() -> None:
+    namespace, key, parent = b"namespac", bytes(range(16)), bytes(range(16, 32))
+    parts = (DiskPart(5, 4096, 0x1122334455667788), DiskPart(9, 0x1234, 0x99, coded=True))
+    written = bytes.fromhex(
+        "03000000"
+        "0200"
+        "0300"
+        "101112131415161718191a1b1c1d1e1f"  # depth, parts, has a parent and errors, parent
+        "0500000000000000"
+        "0010000000000000"
+        "8877665544332211"  # slot, bytes, checksum
+        "0900000000000000"
+        "3412000000000040"
+        "9900000000000000"  # slot, stored bytes of a coded part, checksum of these
+        "0000803e"
+        "0000003e"  # largest and RMS error: 0.25, 0.125
+        "07000000"  # token id
+    )
+    tokens = (7).to_bytes(4, "little")
+    block = NewBlock(namespace, key, parent, tokens, 3, [None, None], errors=(0.25, 0.125))
+    assert encode_record(block, parts) == written
+    record = BlockRecord(namespace, key, parent, tokens, parts, 3, (0.25, 0.125))
+    assert decode_record(index_key(namespace, key), written) == record
 
 
 def test_block_keys() -> None:

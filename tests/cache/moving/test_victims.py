@@ -442,6 +442,7 @@ def test_what_one_block_costs_is_what_is_said_of_rows() -> None:
             part_bytes=(64, 5000, 9000),
             part_mask=np.ones(3, np.uint8),
             all_groups=1,
+            has_coded=False,
         ),
     )
     losses = Losses(use, tier, np.array([0, 0, 0]))  # the last place is that of all tenants from it on

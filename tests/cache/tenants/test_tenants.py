@@ -510,7 +510,7 @@ async def gpu_blocks(rig: Rig, home: Home, prompt: Sequence[int]) -> None:
 def test_what_is_wanted_is_lost_once_however_many_tables_there_are() -> None:
     use = SimpleNamespace(
         owners=lambda trie, rows: np.zeros(len(rows), np.int64),
-        group_bytes=lambda trie, tier: np.array([0, 10]),
+        bytes_of_groups=lambda trie, rows, groups, tier: np.where(groups, 10, 0),
     )
     unlimited = np.array([1 << 40, -1])
     losses = Losses(cast(Any, use), cast(Any, None), unlimited, wanted=25)

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from prefixd_swap.errors import ChecksumError, LostBytesError, StorageError
+from prefixd_swap.errors import ChecksumError, LostBytesError
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slab.index.block_record import DiskPart, NewBlock
+from prefixd_swap.slab.reader import PartRead
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
@@ -66,16 +67,12 @@ class Parts:
     def byte_of(self, at: int) -> int:
         return (self.parts[at].slot % (1 << INDEX_BITS)) * PAGE_BYTES
 
-    def read(self, order: Sequence[int]) -> list[StorageError | None]:
+    def read(self, order: Sequence[int]) -> list[PartRead]:
         """Reads these parts; those without an error must be right, and no other memory may be written."""
         self.into[:] = 0
         chosen = [self.parts[at] for at in order]
-        errors = self.store.read_all(
-            np.array([part.slot for part in chosen], np.int64),
-            [part.checksum for part in chosen],
-            [self.into[at].ctypes.data for at in order],
-            self.content.shape[1],
-        )
+        addresses = [self.into[at].ctypes.data for at in order]
+        errors = self.store.read_all(chosen, addresses, self.content.shape[1])
         assert len(errors) == len(order)
         good = [at for at, error in zip(order, errors, strict=True) if error is None]
         assert (self.into[good] == self.content[good]).all()

@@ -136,16 +136,16 @@ class SlabFiles:
                 except StorageError as error:
                     log.warning("%s; its space is lost until the next start", error)
 
-    def exist(self, slots: Int64s, nbytes: int) -> Bools:
-        """Whether each of `slots` has its `nbytes` bytes in a file."""
+    def exist(self, slots: Int64s, sizes: Int64s) -> Bools:
+        """Whether each of `slots` has its bytes in a file; `sizes` [n]: bytes of each slot."""
         numbers = np.array(sorted(self._slabs), np.int64)
         if not len(numbers):
             return np.zeros(len(slots), np.bool_)
         slabs = [self._slabs[number] for number in numbers.tolist()]
-        units = round_to_slot(nbytes) >> _SHIFT
-        last = np.array([max(slab.count - units, -1) for slab in slabs], np.int64)
+        counts = np.array([slab.count for slab in slabs], np.int64)
         at = np.minimum(np.searchsorted(numbers, slots >> INDEX_BITS), len(slabs) - 1)
-        there: Bools = (numbers[at] == slots >> INDEX_BITS) & ((slots & _INDEX_MASK) <= last[at])
+        fits = (sizes > 0) & ((slots & _INDEX_MASK) + (sizes >> _SHIFT) <= counts[at])
+        there: Bools = (numbers[at] == slots >> INDEX_BITS) & fits
         return there
 
     def claim(self, slots: Int64s, sizes: Int64s) -> None:

@@ -1,9 +1,10 @@
 """The disk tier's record of a block, and its bytes in the index.
 
 The index key is namespace (8 bytes) + block key (16 bytes). The value is, little-endian: depth u32, number
-of parts u16, flags u16 (bit 0: has a parent), parent 16 bytes; for each part slot u64, nbytes u64 (0: the
-part is not on disk), xxh3_64 u64; then the token ids as u32. The superblock's version covers this layout. Blocks
-of one geometry have values of one length, so that a million of them can be read as one array.
+of parts u16, flags u16 (bit 0: has a parent, bit 1: has errors), parent 16 bytes; for each part slot u64, nbytes u64
+(0: the part is not on disk; bit 62: it is coded), xxh3_64 of the stored bytes u64; with errors two f32, the largest and
+the RMS error of all parts; then the token ids as u32. The superblock's version covers this layout. Blocks of one
+geometry have values of one length, so that a million of them can be read as one array.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.errors import RecordDamagedError, StorageError
+from prefixd_swap.slots import coded_slot_bytes, round_to_slot
 from prefixd_swap.spans import Span
 
 NAMESPACE_BYTES = 8
@@ -26,22 +29,38 @@ HEADER_BYTES = HEADER.itemsize
 PARENT_OFFSET = 8
 PART_BYTES = 24
 HAS_PARENT = 1
+HAS_ERRORS = 2
+ERRORS_BYTES = 8
+CODED = 1 << 62
+"""In the bytes of a part: it is coded, and has a slot of `coded_slot_bytes`."""
 
 TOKEN_BYTES = 4
 
 _HEADER = struct.Struct("<IHH16s")
 _PART = struct.Struct("<QQQ")
+_ERRORS = struct.Struct("<ff")
 _MAX_PARTS = 0xFFFF
-_LARGEST = (1 << 63) - 1  # slots and sizes are int64 in columns
+_LARGEST = (1 << 63) - 1  # slots are int64 in columns
+_LARGEST_PART = CODED - 1
+
+
+Errors = tuple[float, float]
+"""The largest and the RMS error of a block's parts, relative as in `LayerErrors`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskPart:
-    """Where a part's bytes are: slot number, length in bytes, xxh3_64 of them."""
+    """Where a part is: slot number, length of what is stored in bytes, xxh3_64 of it, whether it is coded."""
 
     slot: int
     nbytes: int
     checksum: int
+    coded: bool = False
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of its slot."""
+        return coded_slot_bytes(self.nbytes) if self.coded else round_to_slot(self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +75,16 @@ class NewBlock:
     """Token ids, little-endian uint32."""
     depth: int
     """Larger than the parent's."""
-    parts: Sequence[Span | DiskPart | None]
-    """For each part: host memory that does not change until the write returns; or the block's present part on disk,
-    which is kept; or None for a part that is not stored. All may be None: the block is then a node, kept for its
-    children."""
+    parts: Sequence[Span | CodedPart | DiskPart | None]
+    """For each part: host memory that does not change until the write returns; or what a codec has made of it; or the
+    block's present part on disk, which is kept; or None for a part that is not stored. All may be None: the block is
+    then a node, kept for its children."""
     checksums: Sequence[int | None] | None = None
     """xxh3_64 of each part, computed when its bytes were known to be right; None: the write computes it."""
     near: Sequence[int | None] | None = None
     """Slots of the parent's parts, to place this block's slots close to; not needed for a parent in the same write."""
+    errors: Errors | None = None
+    """Of its parts that are on disk, where lossy codecs have made some of them."""
 
     def check(self) -> None:
         """Check that a record can hold the fields.
@@ -98,6 +119,7 @@ class BlockRecord:
     tokens: bytes
     parts: tuple[DiskPart | None, ...]
     depth: int
+    errors: Errors | None = None
 
 
 def index_key(namespace: bytes, key: bytes) -> bytes:
@@ -107,10 +129,11 @@ def index_key(namespace: bytes, key: bytes) -> bytes:
 
 def encode_record(block: NewBlock, parts: Sequence[DiskPart | None]) -> bytes:
     """The block's value in the index, `parts` standing for its spans."""
-    flags = HAS_PARENT if block.parent else 0
+    flags = (HAS_PARENT if block.parent else 0) | (HAS_ERRORS if block.errors else 0)
     header = _HEADER.pack(block.depth, len(parts), flags, block.parent)
-    packed = [_PART.pack(p.slot, p.nbytes, p.checksum) if p else _PART.pack(0, 0, 0) for p in parts]
-    return b"".join((header, *packed, block.tokens))
+    packed = [_PART.pack(p.slot, p.nbytes | p.coded * CODED, p.checksum) if p else _PART.pack(0, 0, 0) for p in parts]
+    errors = _ERRORS.pack(*block.errors) if block.errors else b""
+    return b"".join((header, *packed, errors, block.tokens))
 
 
 def decode_record(key: bytes, value: bytes) -> BlockRecord:
@@ -125,14 +148,16 @@ def decode_record(key: bytes, value: bytes) -> BlockRecord:
             f"the index has a key of {len(key)} bytes ({key[:32].hex()}), not of {NAMESPACE_BYTES + KEY_BYTES}: the "
             "record is damaged; remove it"
         )
-    depth, flags, parent, parts, tokens = _split(value)
+    depth, flags, parent, parts, rest = _split(value)
+    errors = _ERRORS.unpack_from(rest) if flags & HAS_ERRORS else None
     return BlockRecord(
         key[:NAMESPACE_BYTES],
         key[NAMESPACE_BYTES:],
         parent if flags & HAS_PARENT else b"",
-        tokens,
-        tuple(DiskPart(slot, nbytes, check) if nbytes else None for slot, nbytes, check in parts),
+        rest[ERRORS_BYTES:] if errors else rest,
+        tuple(DiskPart(slot, nbytes, check, coded) if nbytes else None for slot, nbytes, check, coded in parts),
         depth,
+        errors,
     )
 
 
@@ -150,16 +175,16 @@ def without_parts(value: bytes, parts: Collection[int]) -> bytes:
 
 
 def record_slots(value: bytes) -> list[tuple[int, int]]:
-    """(slot, nbytes) of the parts that are on disk.
+    """(slot, stored bytes) of the parts that are on disk.
 
     Raises:
         RecordDamagedError: as `decode_record`.
     """
-    return [(slot, nbytes) for slot, nbytes, _ in _split(value)[3] if nbytes]
+    return [(slot, nbytes) for slot, nbytes, _, _ in _split(value)[3] if nbytes]
 
 
-def _split(value: bytes) -> tuple[int, int, bytes, list[tuple[int, int, int]], bytes]:
-    """Depth, flags, parent, parts as (slot, nbytes, checksum), tokens.
+def _split(value: bytes) -> tuple[int, int, bytes, list[tuple[int, int, int, bool]], bytes]:
+    """Depth, flags, parent, parts as (slot, nbytes, checksum, coded), errors and tokens.
 
     Raises:
         RecordDamagedError: the value contradicts itself.
@@ -172,12 +197,17 @@ def _split(value: bytes) -> tuple[int, int, bytes, list[tuple[int, int, int]], b
         raise _damaged(value, f"{count} parts end at byte {end}")
     if len(value) % TOKEN_BYTES:
         raise _damaged(value, f"its tokens have {TOKEN_BYTES} each")
-    if flags & ~HAS_PARENT:
-        raise _damaged(value, f"its flags are {flags:#x}, of which only {HAS_PARENT:#x} is known")
-    parts = list(_PART.iter_unpack(value[_HEADER.size : end]))
-    if any(slot > _LARGEST or nbytes > _LARGEST for slot, nbytes, _ in parts):
+    if flags & ~(HAS_PARENT | HAS_ERRORS):
+        raise _damaged(value, f"its flags are {flags:#x}, of which only {HAS_PARENT | HAS_ERRORS:#x} are known")
+    if flags & HAS_ERRORS and end + ERRORS_BYTES > len(value):
+        raise _damaged(value, f"its errors begin at byte {end}")
+    parts = [
+        (slot, nbytes & ~CODED, check, bool(nbytes & CODED))
+        for slot, nbytes, check in _PART.iter_unpack(value[_HEADER.size : end])
+    ]
+    if any(slot > _LARGEST or nbytes > _LARGEST_PART for slot, nbytes, _, _ in parts):
         raise _damaged(value, "a slot or a size is larger than any disk")
-    if any((slot or check) and not nbytes for slot, nbytes, check in parts):
+    if any((slot or check or coded) and not nbytes for slot, nbytes, check, coded in parts):
         raise _damaged(value, "a part of 0 bytes has a slot")
     return depth, flags, parent, parts, value[end:]
 

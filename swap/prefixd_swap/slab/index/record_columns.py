@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.slab.index.block_record import (
+    CODED,
+    ERRORS_BYTES,
+    HAS_ERRORS,
     HAS_PARENT,
     HEADER,
     HEADER_BYTES,
@@ -25,34 +28,60 @@ from prefixd_swap.slab.index.block_record import (
     TOKEN_BYTES,
 )
 from prefixd_swap.slab.index.rows import Row
+from prefixd_swap.slots import coded_slots_bytes, round_to_slot
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _INDEX_KEY_BYTES = NAMESPACE_BYTES + KEY_BYTES
+OF_ANY_SIZE = -1
+"""In place of the bytes of a coded part."""
 FIRST_BLOCK = -1
 LOST_PARENT = -2
 
 
 @dataclass(frozen=True, slots=True)
 class RecordGroup:
-    """Blocks whose tokens and parts have the same sizes, m of them."""
+    """Blocks with as many tokens, and the same parts, raw and coded ones; m of them."""
 
     rows: Int64s
     """[m], ascending: which rows of the `Records` they are."""
     part_bytes: tuple[int, ...]
-    """Bytes of each of the p parts; 0 for a part that is not on disk."""
+    """Bytes of each of the p parts; 0 for a part that is not on disk, `OF_ANY_SIZE` for a coded one."""
     tokens: npt.NDArray[np.uint32]
     """[m, token ids a block]"""
     slots: Int64s
     """[m, p]; meaningless where the part is not on disk."""
     checksums: npt.NDArray[np.uint64]
-    """[m, p] xxh3_64, likewise."""
+    """[m, p] xxh3_64 of what is stored, likewise."""
+    nbytes: Int64s
+    """[m, p] stored bytes; 0 where the part is not on disk."""
+    errors: npt.NDArray[np.float32] | None = None
+    """[m, 2], where lossy codecs have made some of the parts: the largest and the RMS error of each block."""
 
     @property
     def on_disk(self) -> list[int]:
         """Which parts are."""
         return [part for part, nbytes in enumerate(self.part_bytes) if nbytes]
+
+    def slot_bytes(self, part: int, chosen: Bools | slice = slice(None)) -> Int64s:
+        """Bytes of the slots of a part that is on disk, of the `chosen` blocks."""
+        nbytes = self.nbytes[chosen, part]
+        if self.part_bytes[part] == OF_ANY_SIZE:
+            return coded_slots_bytes(nbytes)
+        return np.full(len(nbytes), round_to_slot(self.part_bytes[part])) if len(nbytes) else nbytes
+
+    def of(self, chosen: Int64s, rows: Int64s) -> RecordGroup:
+        """The `chosen` blocks as other `rows`."""
+        return replace(
+            self,
+            rows=rows,
+            tokens=self.tokens[chosen],
+            slots=self.slots[chosen],
+            checksums=self.checksums[chosen],
+            nbytes=self.nbytes[chosen],
+            errors=None if self.errors is None else self.errors[chosen],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +190,7 @@ class IndexTable:
             order = np.argsort(rows, kind="stable")
             order = order[np.searchsorted(rows[order], 0) :]
             if len(order):
-                groups.append(
-                    RecordGroup(
-                        rows[order],
-                        group.part_bytes,
-                        group.tokens[order],
-                        group.slots[order],
-                        group.checksums[order],
-                    )
-                )
+                groups.append(group.of(order, rows[order]))
         return Records(
             tuple(name for name, _, _ in namespaces),
             namespace,
@@ -188,30 +209,35 @@ class IndexTable:
             self.unreadable += map(bytes, keys)
             return
         header = values[:, :HEADER_BYTES].view(HEADER)[:, 0]
-        known = header["flags"] & ~np.uint16(HAS_PARENT) == 0
+        known = header["flags"] & ~np.uint16(HAS_PARENT | HAS_ERRORS) == 0
         if not known.all():
             self.unreadable += map(bytes, keys[~known])
             keys, values, positions, header = keys[known], values[known], positions[known], header[known]
         self.depth[positions] = header["depth"]
         self._first[positions] = header["flags"] & HAS_PARENT == 0
         self._parents[positions] = values[:, PARENT_OFFSET:HEADER_BYTES]
-        counts = np.unique(header["parts"]).tolist()
-        for count in counts:
-            end = HEADER_BYTES + count * PART_BYTES
-            same = np.flatnonzero(header["parts"] == count)
-            if not count or end > values.shape[1]:
+        layouts = header["parts"].astype(np.int64) << 1 | (header["flags"] & HAS_ERRORS != 0)
+        kinds = np.unique(layouts).tolist()
+        for kind in kinds:
+            count, errors_bytes = kind >> 1, ERRORS_BYTES * (kind & 1)
+            same = np.flatnonzero(layouts == kind)
+            if not count or HEADER_BYTES + count * PART_BYTES + errors_bytes > values.shape[1]:
                 self.unreadable += map(bytes, keys[same])
-            elif len(counts) == 1:
-                self._take_parts(values, positions, count)
+            elif len(kinds) == 1:
+                self._take_parts(values, positions, count, errors_bytes)
             else:
-                self._take_parts(values[same], positions[same], count)
+                self._take_parts(values[same], positions[same], count, errors_bytes)
 
-    def _take_parts(self, values: npt.NDArray[np.uint8], positions: Int64s, count: int) -> None:
+    def _take_parts(self, values: npt.NDArray[np.uint8], positions: Int64s, count: int, errors_bytes: int) -> None:
         self.readable[positions] = True
         end = HEADER_BYTES + count * PART_BYTES
         parts = values[:, HEADER_BYTES:end].view("<u8").reshape(-1, count, 3)
-        tokens = values[:, end:].view("<u4")
-        sizes = parts[:, :, 1]
+        errors = values[:, end : end + errors_bytes].view("<f4") if errors_bytes else None
+        tokens = values[:, end + errors_bytes :].view("<u4")
+        stored = parts[:, :, 1]
+        coded = stored & np.uint64(CODED) != 0
+        nbytes = (stored & np.uint64(CODED - 1)).view(np.int64)
+        sizes = np.where(coded, OF_ANY_SIZE, nbytes)
         if (sizes == sizes[0]).all():
             kinds, kind = sizes[:1], np.zeros(len(values), np.int64)
         else:
@@ -219,7 +245,17 @@ class IndexTable:
         for ordinal, part_bytes in enumerate(kinds.tolist()):
             same = np.flatnonzero(kind.reshape(-1) == ordinal) if len(kinds) > 1 else slice(None)
             slots = parts[same, :, 0].view(np.int64)
-            self.groups.append(RecordGroup(positions[same], tuple(part_bytes), tokens[same], slots, parts[same, :, 2]))
+            self.groups.append(
+                RecordGroup(
+                    positions[same],
+                    tuple(part_bytes),
+                    tokens[same],
+                    slots,
+                    parts[same, :, 2],
+                    nbytes[same],
+                    None if errors is None else errors[same],
+                )
+            )
 
     def _namespaces(self) -> list[tuple[bytes, int, int]]:
         """Each namespace with its range of positions."""

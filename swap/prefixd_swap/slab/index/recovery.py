@@ -12,7 +12,7 @@ import numpy as np
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.index.record_columns import FIRST_BLOCK, LOST_PARENT, Bools, IndexTable, Int64s, Records
-from prefixd_swap.slots import PAGE_BYTES, round_to_slot
+from prefixd_swap.slots import PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _have_slots(table: IndexTable, slabs: SlabFiles) -> Bools:
     for group in table.groups:
         there = np.ones(len(group.rows), np.bool_)
         for part in group.on_disk:
-            there &= slabs.exist(group.slots[:, part], group.part_bytes[part])
+            there &= slabs.exist(group.slots[:, part], group.slot_bytes(part))
         sound[group.rows] = there
     return sound
 
@@ -142,8 +142,7 @@ def _named(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s, Int64s]:
         for part in group.on_disk:
             rows.append(group.rows[mine])
             slots.append(group.slots[mine, part])
-            if len(rows[-1]):  # sizes of rows that are not chosen may be invalid
-                sizes.append(np.full(len(rows[-1]), round_to_slot(group.part_bytes[part])))
+            sizes.append(group.slot_bytes(part, mine))  # sizes of rows that are not chosen may be invalid
     return np.concatenate(rows), np.concatenate(slots), np.concatenate(sizes)
 
 

@@ -1,0 +1,76 @@
+"""How each part of a namespace's blocks is coded in a tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from prefixd.base.codec_names import CodecName
+from prefixd.base.tenancy.tenants import Tenants
+from prefixd.cache.codec_choice import codec_of
+from prefixd.cache.namespaces import NamespaceRegistry, PartSpec
+from prefixd_swap.codecs.coding import Coding
+from prefixd_swap.codecs.registry import find_codec
+
+Codings = tuple[Coding | None, ...]
+"""Of each part; None: it is stored raw."""
+
+_LOSSLESS: CodecName = "lossless"
+_LARGEST_BYTES = 1 << 32  # the trie counts stored bytes of a part in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class TierCodec:
+    """How a tier stores blocks.
+
+    Attributes:
+        name: the codec of blocks for which neither their namespace nor their tenant names one.
+        most_error: the largest relative RMS error of a layer that a lossy codec may make; None: the codec's own bound.
+    """
+
+    name: CodecName = "exact"
+    most_error: float | None = None
+
+
+EXACT = TierCodec()
+
+
+class NamespaceCodings:
+    """The codings of one tier.
+
+    Args:
+        namespaces: all namespaces.
+        tenants: have their codecs.
+        tier: the tier's own codec.
+    """
+
+    def __init__(self, namespaces: NamespaceRegistry, tenants: Tenants, tier: TierCodec) -> None:
+        self._namespaces = namespaces
+        self._tenants = tenants
+        self._tier = tier
+        self._codings = lru_cache(maxsize=1024)(_codings)
+
+    def codings(self, ordinal: int) -> Codings:
+        """How the parts of the namespace with this ordinal are coded from now on."""
+        spec = self._namespaces.at(ordinal).spec
+        return self._codings(spec.parts, codec_of(spec, self._tenants, self._tier.name), self._tier.most_error)
+
+    def without_loss(self, ordinal: int, part: int) -> Coding | None:
+        """How a part of a namespace is coded of which memory has bytes from a lossy copy."""
+        return self._codings(self._namespaces.at(ordinal).spec.parts, _LOSSLESS, None)[part]
+
+
+def _codings(parts: tuple[PartSpec, ...], name: CodecName, most_error: float | None) -> Codings:
+    if name == "exact":
+        return (None,) * len(parts)
+    return tuple(_coding(part, name, most_error) for part in parts)
+
+
+def _coding(part: PartSpec, name: CodecName, most_error: float | None) -> Coding | None:
+    """Where nothing is known of a part's numbers, only a lossless codec takes it."""
+    if part.nbytes < _LARGEST_BYTES:
+        for each in (name, _LOSSLESS):
+            codec = find_codec(each)
+            if codec.takes(part.nbytes, part.shape):
+                return Coding(codec, part.shape, most_error)
+    return None

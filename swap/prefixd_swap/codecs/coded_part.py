@@ -1,0 +1,31 @@
+"""What a codec has made of a part, in memory: what a store writes in place of the part's bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prefixd_swap.codecs.codec import UInt8s
+from prefixd_swap.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPart:
+    """A part as a store keeps it: coded, encrypted, or both.
+
+    Attributes:
+        data: the stored bytes.
+        checksum: xxh3_64 of them.
+    """
+
+    data: UInt8s = field(repr=False)
+    checksum: int
+
+    @property
+    def span(self) -> Span:
+        """Where the stored bytes are, for as long as this object is kept."""
+        return Span(self.data.ctypes.data, self.data.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.data.nbytes

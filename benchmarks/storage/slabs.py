@@ -155,9 +155,8 @@ class Store:
             some = order[start : start + step]
             parts = [self._records[number].parts[0] for number in some]
             there = [part for part in parts if part is not None]
-            slots = np.array([part.slot for part in there], np.int64)
             addresses = [target.span(number).address for number in some]
-            self.store_itself.read_all(slots, [part.checksum for part in there], addresses, nbytes)
+            self.store_itself.read_all(there, addresses, nbytes)
 
         list(self._pool.map(read, range(0, self._blocks, step)))
 

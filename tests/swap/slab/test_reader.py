@@ -124,12 +124,7 @@ def test_large_parts_are_read_straight_to_where_they_go(make: Make) -> None:
     parts = make(128 << 10, 4)
     parts.into[:] = 0
     order = [2, 0, 3, 1]  # of the memory, for parts in the order of their slots
-    errors = parts.store.read_all(
-        np.array([part.slot for part in parts.parts], np.int64),
-        [part.checksum for part in parts.parts],
-        [parts.into[at].ctypes.data for at in order],
-        128 << 10,
-    )
+    errors = parts.store.read_all(parts.parts, [parts.into[at].ctypes.data for at in order], 128 << 10)
     assert errors == [None] * 4 and parts.device.reads == 4
     assert (parts.into[order] == parts.content).all()
 

@@ -22,6 +22,7 @@ from prefixd_swap.codecs.codec import Refused
 from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.codecs.coding import Coding, code
 from prefixd_swap.slab.index.block_record import Errors
+from prefixd_swap.slots import PAGE_BYTES, coded_slot_bytes, round_to_slot
 from prefixd_swap.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -103,9 +104,9 @@ class PartCoder:
             try:
                 self._threads = started_threads(_THREADS, "prefixd-codecs")
             except OutOfMemoryError as error:
-                if not self.refused["no threads"]:
+                if not self.refused["no_threads"]:
                     log.warning("blocks are written to disk as they are for now, without their codec: %s", error)
-                self.refused["no threads"] += len(jobs)
+                self.refused["no_threads"] += len(jobs)
                 return {}
         loop, shares = asyncio.get_running_loop(), [jobs[at::_THREADS] for at in range(_THREADS)]
         done = await asyncio.gather(
@@ -133,7 +134,7 @@ class PartCoder:
             decoded = trie.decoded[rows[mine]].tolist()
             for at, (place, mask) in enumerate(zip(mine.tolist(), groups[mine].tolist(), strict=True)):
                 for part in np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist():
-                    coding = codings[part]
+                    coding = codings[part] if trie.part_bytes[part] > PAGE_BYTES else None
                     if coding is not None and coding.codec.lossy and decoded[at] & int(trie.part_mask[part]):
                         coding = self._codings.without_loss(ordinal, part)
                     if coding is not None:
@@ -153,10 +154,12 @@ def _code(job: _Job) -> PartCode | str:
     data = np.frombuffer(host_bytes(job.span, job.span.nbytes), np.uint8)
     checksum = xxhash.xxh3_64_intdigest(data.data)
     if job.known is not None and job.known != checksum:
-        return "altered in memory"
+        return "altered_in_memory"
     made = code(data, job.coding)
     if isinstance(made, Refused):
         return made.value
+    if coded_slot_bytes(made.data.nbytes) >= round_to_slot(data.nbytes):
+        return Refused.NOT_FEWER.value  # in whole pages: then the exact bytes are the better ones
     errors = None
     if made.errors is not None:
         errors = float(made.errors.largest.max()), float(made.errors.rms.max())

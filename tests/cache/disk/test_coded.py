@@ -118,13 +118,31 @@ async def test_above_the_bound_a_block_stays_exact(make: MakeCoded) -> None:
     assert await rig.get(PROMPT) == 3 and not rig.served_altered
 
 
+async def test_parts_of_a_page_are_left_alone(make: MakeCoded) -> None:
+    """A slot is a page at least: fewer bytes would save nothing."""
+    rig = make("lossless")
+    small = rig.register("small", nbytes=4096)
+    assert rig.stored(await rig.to_disk_alone(PROMPT, small), small) == 3 * 4096
+    assert not rig.cache.mover.coder.refused
+
+
+async def test_without_a_smaller_slot_a_block_stays_exact(make: MakeCoded) -> None:
+    rig = make("lossless")
+    small = rig.register("small", nbytes=4096 + 512)
+    rows = await rig.to_disk_alone(PROMPT, small)
+    assert rig.stored(rows, small) < 3 * 4096, "a page instead of two"
+    other = rig.register("other", nbytes=2 * 4096)
+    assert rig.stored(await rig.to_disk_alone(PROMPT, other), other) == 3 * 8192
+    assert rig.cache.mover.coder.refused.total() == 3
+
+
 async def test_what_was_altered_in_memory_is_stored_as_it_is_and_found(make: MakeCoded) -> None:
     rig = make("lossless")
     await rig.put(PROMPT)
     row = rig.rows(PROMPT)[1]
     rig.cache.tiers.arena.array(int(rig.trie.slots[row, CPU, 0]), SHAPE.nbytes)[99] ^= 1
     assert await rig.cache.write_back.flush() == 3
-    assert rig.cache.mover.coder.refused == {"altered in memory": 1}
+    assert rig.cache.mover.coder.refused == {"altered_in_memory": 1}
     await rig.restart()
     assert await rig.get(PROMPT) == 1
     assert rig.cache.mover.lost == {"checksum mismatch on disk": 1}

@@ -68,6 +68,13 @@ class CodedColumns(PriorityColumns):
         coded = self.coded_bytes[rows].astype(np.int64)
         return np.where(coded > 0, coded, raw)
 
+    def compression(self, rows: Rows, tier: int) -> npt.NDArray[np.float64] | float:
+        """As in `prefixd_swap.eviction.BlockTable`."""
+        if not self.has_coded or tier != DISK:
+            return 1.0
+        times: npt.NDArray[np.float64] = self.block_bytes / self.stored_bytes(rows).sum(axis=1)
+        return times
+
     def stored_slots_bytes(self, rows: Rows) -> npt.NDArray[np.int64]:
         """[m, parts]: bytes of the slots on disk of parts that are there."""
         raw = np.array([round_to_slot(nbytes) for nbytes in self.part_bytes], np.int64)

@@ -13,6 +13,7 @@ from prefixd.base.errors import InvalidArgumentError
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.moving.beginnings import Reader
+from prefixd.serving.loading.load_bytes import bytes_to_load
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
 from prefixd.v1 import cache_pb2 as pb
 from prefixd_scheduler import LOADED_FROM, CostModel, Distance, InvalidValueError, PrefillCost, Stretch, plan_load
@@ -73,9 +74,9 @@ class LoadEstimates:
         begin = 0
         for distance, end in zip((Distance.GPU, Distance.CPU, Distance.DISK, Distance.REMOTE), ends, strict=True):
             if end > begin:
-                here = lacking[begin:end] if counted is None else lacking[begin:end][counted[begin:end]]
-                nbytes = int(np.bincount(here, minlength=len(trie.group_bytes)) @ trie.group_bytes)
-                found.append(Stretch(distance, (end - begin) * block_tokens, nbytes))
+                here = np.s_[begin:end] if counted is None else begin + np.flatnonzero(counted[begin:end])
+                nbytes = bytes_to_load(trie, rows[here], lacking[here])
+                found.append(Stretch(distance, (end - begin) * block_tokens, nbytes.moved, nbytes.decoded))
                 begin = end
         return found
 
@@ -84,7 +85,9 @@ class LoadEstimates:
     ) -> pb.LoadEstimate:
         """Returns the estimate for a prefix as `stretches` returns it."""
         loads = [
-            self.cost.load_s(stretch.nbytes, stretch.distance, self.queued_bytes.get(stretch.distance, 0))
+            self.cost.load_s(
+                stretch.nbytes, stretch.distance, self.queued_bytes.get(stretch.distance, 0), stretch.decoded_bytes
+            )
             for stretch in stretches
             if stretch.nbytes
         ]
@@ -139,6 +142,7 @@ class LoadWatch:
         self._mark: float | None = None
         self._claimed: Rows = np.empty(0, np.int64)
         self._nbytes: dict[Distance, int] = {}
+        self._decoded_bytes = 0
 
     def begin(self, reader: Reader) -> None:
         """Begins the load of a prefix that was matched, before any block of it is brought up."""
@@ -155,6 +159,7 @@ class LoadWatch:
             if not fresh.all():
                 stretches = self._estimates.stretches(self._trie, path, self._first_block, fresh)
         self._nbytes = {stretch.distance: stretch.nbytes for stretch in stretches if stretch.nbytes}
+        self._decoded_bytes = sum(stretch.decoded_bytes for stretch in stretches)
         if self._nbytes:
             self._mark = self._estimates.meter.begin()
             self._count_queued(1)
@@ -172,7 +177,8 @@ class LoadWatch:
         elapsed_s = self._estimates.meter.end(self._mark)
         self._count_queued(-1)
         if self.complete:
-            self._estimates.cost.observe_load(max(self._nbytes), sum(self._nbytes.values()), elapsed_s)
+            nbytes = sum(self._nbytes.values())
+            self._estimates.cost.observe_load(max(self._nbytes), nbytes, elapsed_s, self._decoded_bytes)
 
     def _count_queued(self, sign: int) -> None:
         for distance, nbytes in self._nbytes.items():

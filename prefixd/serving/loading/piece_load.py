@@ -14,6 +14,7 @@ from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.rules import GroupMask
 from prefixd.serving.loading.layer_load import LayerLoad
+from prefixd.serving.loading.load_bytes import BlockLoads, LoadBytes
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
 from prefixd_scheduler import LOADED_FROM, CostModel, Distance
 from prefixd_swap import SwapError
@@ -42,9 +43,9 @@ next load seem faster than it is, so that this was given up even earlier."""
 class _Piece:
     rows: Rows
     distance: Distance
-    nbytes: int
+    nbytes: LoadBytes
     claimed: Rows  # rows that no other load had claimed
-    claimed_bytes: int
+    claimed_bytes: LoadBytes
     began_s: float
     task: asyncio.Task[bool]
     arrived_s: float | None = None
@@ -66,7 +67,7 @@ class PieceLoad:
         trie: the blocks' trie.
         urgency: how urgent the load is.
         changed: called when a piece has ended.
-        queued_bytes: bytes that all loads have on their way.
+        queued_bytes: bytes that all loads have on their way, as their tiers keep them.
 
     Attributes:
         arrived: how many of the pieces, from the first on, are in the GPU tier.
@@ -102,7 +103,7 @@ class PieceLoad:
         self.queued_bytes = queued_bytes
         self._pieces: list[_Piece] = []
         self._mark: float | None = None  # of the meter, while something moves
-        self._moved_bytes = 0  # claimed bytes that arrived since that mark
+        self._arrived_bytes = LoadBytes()  # claimed bytes that arrived since that mark
         self._since_s = clock()  # delays count from here on
 
     @property
@@ -117,13 +118,13 @@ class PieceLoad:
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes of the pieces that are on their way."""
-        return 0 if self.failed else sum(piece.nbytes for piece in self._pieces[self.arrived :])
+        """Bytes of the pieces that are on their way, as their tiers keep them."""
+        return 0 if self.failed else sum(piece.nbytes.moved for piece in self._pieces[self.arrived :])
 
     @property
     def claimed_bytes(self) -> int:
         """Bytes of these pieces that no other load counts."""
-        return 0 if self.failed else sum(piece.claimed_bytes for piece in self._pieces[self.arrived :])
+        return 0 if self.failed else sum(piece.claimed_bytes.moved for piece in self._pieces[self.arrived :])
 
     def begin(self, rows: Rows, wanted: GroupMask | None = None, layers: LayerLoad | None = None) -> None:
         """Begins one more piece.
@@ -136,13 +137,13 @@ class PieceLoad:
         trie, compute = self._trie, self._cache.tiers.compute
         lacking = trie.lacking(rows, compute.level, wanted)
         distance = Distance(int(trie.nearest[rows[lacking != 0]].max(initial=0)))
-        nbytes = trie.group_bytes[lacking]
+        loads = BlockLoads(trie, rows, lacking)
         fresh = self._claims.claim(trie, rows)
-        claimed_bytes = int(nbytes[fresh].sum())
+        claimed_bytes = loads.total(fresh)
         if self._mark is None and claimed_bytes:
-            self._mark, self._moved_bytes = self._meter.begin(), 0
+            self._mark, self._arrived_bytes = self._meter.begin(), LoadBytes()
         task = asyncio.create_task(self._bring(rows, wanted, layers))
-        piece = _Piece(rows, distance, int(nbytes.sum()), rows[fresh], claimed_bytes, self._clock(), task)
+        piece = _Piece(rows, distance, loads.total(), rows[fresh], claimed_bytes, self._clock(), task)
         self._pieces.append(piece)
         task.add_done_callback(partial(self._end_piece, piece))
 
@@ -166,13 +167,14 @@ class PieceLoad:
         if not self.under_way or compute_s is None or self._urgency is not Urgency.DEMAND:
             return None
         piece, before = self._pieces[self.arrived], self._pieces[: self.arrived]
-        expected_s = self._cost.load_s(piece.nbytes, piece.distance, max(0, self.queued_bytes() - self.claimed_bytes))
+        others = max(0, self.queued_bytes() - self.claimed_bytes)
+        expected_s = piece.nbytes.load_s(self._cost, piece.distance, others)
         if expected_s is None:
             return None
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
         if len(before) > _RECENT:  # at the pace of the last pieces, will the rest take longer than computing it?
             first, last = before[-_RECENT - 1].arrived_s or 0.0, before[-1].arrived_s or 0.0
-            nbytes = sum(each.nbytes for each in before[-_RECENT:])
+            nbytes = sum(each.nbytes.moved for each in before[-_RECENT:])
             if nbytes and (last - first) / nbytes * self.moving_bytes > compute_s + patience_s:
                 return 0.0
         since_s = max(self._since_s, piece.began_s, (before[-1].arrived_s or 0.0) if before else 0.0)
@@ -185,7 +187,7 @@ class PieceLoad:
         """
         left = self._pieces[self.arrived :]
         if left and late and not self.failed:
-            self._observe(left[0].distance, self._moved_bytes + left[0].claimed_bytes, _GIVEN_UP)
+            self._observe(left[0].distance, self._arrived_bytes + left[0].claimed_bytes, _GIVEN_UP)
         self.failed = self.failed or bool(left)
         for piece in left:
             piece.task.cancel()
@@ -218,16 +220,17 @@ class PieceLoad:
                 break
             next_.arrived_s = self._clock()
             self.arrived += 1
-            self._moved_bytes += next_.claimed_bytes
+            self._arrived_bytes += next_.claimed_bytes
             if self.arrived == 1 or not self.under_way:  # a short and a long observation separate latency and rate
-                self._observe(next_.distance, self._moved_bytes)
+                self._observe(next_.distance, self._arrived_bytes)
         if not self.under_way:
             self._end_mark()
         self._changed()
 
-    def _observe(self, distance: Distance, nbytes: int, times: float = 1.0) -> None:
+    def _observe(self, distance: Distance, nbytes: LoadBytes, times: float = 1.0) -> None:
         if self._mark is not None and nbytes and distance in LOADED_FROM:
-            self._cost.observe_load(distance, nbytes, times * self._meter.so_far(self._mark))
+            elapsed_s = times * self._meter.so_far(self._mark)
+            self._cost.observe_load(distance, nbytes.moved, elapsed_s, nbytes.decoded)
 
     def _end_mark(self) -> None:
         if self._mark is not None:

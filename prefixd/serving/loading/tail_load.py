@@ -26,6 +26,7 @@ import numpy.typing as npt
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.serving.frame_budget import FrameBudget
+from prefixd.serving.loading.load_bytes import LoadBytes, bytes_to_load
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd_scheduler import CostModel, Distance
 
@@ -99,9 +100,8 @@ class TailLoad:
         self._load = load
         self._wake = wake
         self._closed = False  # nothing more is begun
-        self._block_bytes = int(np.max(trie.group_bytes))
-        nbytes, distance = len(plan.rows) * self._block_bytes, Distance(int(plan.tiers.max(initial=0)))
-        self._piece = piece_blocks(cost.load_s(nbytes, distance), len(plan.rows))
+        load_s = self._bytes_of(plan.rows).load_s(cost, Distance(int(plan.tiers.max(initial=0))))
+        self._piece = piece_blocks(load_s, len(plan.rows))
         self._nodes = holds.hold(owner, trie, plan.rows)
         self._hold = holds.hold(owner, trie, plan.rows[:0], cache.tiers.compute)
         self._timer: asyncio.TimerHandle | None = None
@@ -161,10 +161,12 @@ class TailLoad:
         if distance is Distance.NONE:  # its bytes were evicted meanwhile
             self._closed = True
             return False
-        nbytes = len(rows) * self._block_bytes
-        load_s = self._cost.load_s(nbytes, distance, self._load.queued_bytes())
+        load_s = self._bytes_of(rows).load_s(self._cost, distance, self._load.queued_bytes())
         compute_s = self._cost.compute_s((self.limit - filled) * block_tokens, filled * block_tokens)
         return load_s is None or compute_s is None or load_s <= compute_s
+
+    def _bytes_of(self, rows: Rows) -> LoadBytes:
+        return bytes_to_load(self._trie, rows, np.full(len(rows), self._trie.all_groups, np.uint8))
 
     def _begin(self, start: int) -> None:
         rows = self.plan.rows[start - self.first : self.limit - self.first]

@@ -36,7 +36,7 @@ class LookAhead:
         self._clock = clock
         self._fixed = fixed
         self.interval_s: float | None = None
-        self._mean_bytes: dict[Distance, float] = {}
+        self._mean_bytes: dict[Distance, tuple[float, float]] = {}  # moved and decoded bytes of a load
         self._last_s: float | None = None  # the last hand-over, if others waited then
 
     def handed_over(self, others_wait: bool) -> None:
@@ -48,15 +48,21 @@ class LookAhead:
             self.interval_s = mean_s + _SMOOTHING * (gap_s - mean_s)
         self._last_s = now_s if others_wait else None
 
-    def loads(self, distance: Distance, nbytes: int) -> None:
-        """A load of `nbytes` bytes from `distance` begins."""
-        mean = self._mean_bytes.get(distance, float(nbytes))
-        self._mean_bytes[distance] = mean + _SMOOTHING * (nbytes - mean)
+    def loads(self, distance: Distance, nbytes: int, decoded_bytes: int = 0) -> None:
+        """A load from `distance` begins, with bytes as in `CostModel.observe_load`."""
+        moved, decoded = self._mean_bytes.get(distance, (float(nbytes), float(decoded_bytes)))
+        self._mean_bytes[distance] = (
+            moved + _SMOOTHING * (nbytes - moved),
+            decoded + _SMOOTHING * (decoded_bytes - decoded),
+        )
 
     @property
     def load_s(self) -> float | None:
         """Estimated seconds of a mean load from the slowest tier; None if none was observed."""
-        seconds = (self._cost.load_s(int(nbytes), distance) for distance, nbytes in self._mean_bytes.items())
+        seconds = (
+            self._cost.load_s(int(moved), distance, decoded_bytes=int(decoded))
+            for distance, (moved, decoded) in self._mean_bytes.items()
+        )
         return max((each for each in seconds if each is not None), default=None)
 
     def requests(self, running: int) -> int:

@@ -44,6 +44,10 @@ class BlockTable(Protocol):
     uses: npt.NDArray[Any]
     rank: npt.NDArray[Any]
 
+    def compression(self, rows: Rows, tier: int) -> Scores | float:
+        """[len(rows)]: how many times fewer bytes a tier keeps of each block than it has: 2.0 if a codec halves them. A
+        number if it is the same for all."""
+
     def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """[len(rows), 16]: the blocks' keys in their namespace, which they keep after they have left and come back."""
 

@@ -16,7 +16,7 @@ _TOKEN_S = 1e-4  # until a computation was observed; matters only if several mod
 class Weighing(EvictionPolicy):
     """Evicts first the block that saves the fewest seconds for its bytes:
 
-        score = expected uses a second * seconds that each use saves / bytes
+        score = expected uses a second * seconds that each use saves / bytes that the tier keeps of it
 
     Expected uses are learned from the number of a block's uses and the time since the last one (`ReuseTimes`). In the
     last tier a use saves computing the block; deeper blocks attend to more tokens and take longer. In the other tiers
@@ -53,16 +53,22 @@ class Weighing(EvictionPolicy):
         """Seconds saved per second and GiB."""
         values = self._reuse.values(_class(table.uses[rows].astype(np.int64)), self._now_s - table.last_used[rows])
         first, more = self._saved(table, tier)
-        return values * (first + more * table.depth[rows])
+        scores: Scores = values * (first + more * table.depth[rows])
+        return scores * table.compression(rows, tier) if self._is_last(tier) else scores
 
     def score(self, table: BlockTable, row: int, tier: int) -> float:
         uses, idle_s = min(int(table.uses[row]), _CLASSES - 1), self._now_s - float(table.last_used[row])
         first, more = self._saved(table, tier)
-        return self._reuse.value(uses, idle_s) * (first + more * float(table.depth[row]))
+        score = self._reuse.value(uses, idle_s) * (first + more * float(table.depth[row]))
+        return score * float(np.max(table.compression(np.array([row]), tier))) if self._is_last(tier) else score
+
+    def _is_last(self, tier: int) -> bool:
+        return self.last_tier is None or tier == self.last_tier
 
     def _saved(self, table: BlockTable, tier: int) -> tuple[float, float]:
-        """Seconds per GiB that a use of a prompt's first block saves, and the increase per block of depth."""
-        if self.last_tier is not None and tier != self.last_tier:
+        """Seconds per GiB of blocks as they are that a use of a prompt's first block saves, and the increase per block
+        of depth."""
+        if not self._is_last(tier):
             return 1.0, 0.0
         tokens, gib = table.block_tokens, table.block_bytes / (1 << 30)
         compute_s = self._compute.get(table.ordinal)

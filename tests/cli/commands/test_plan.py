@@ -71,7 +71,8 @@ def test_a_sweep_says_how_much_is_enough(cli: Cli, trace: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_codec_is_planned_beside_exact_at_four_sizes_of_the_disk(cli: Cli, trace: Path, tmp_path: Path) -> None:
     done = cli(
-        *("plan", "--trace", str(trace), *MACHINE, "--cpu", "512MiB", "--disk", "1GiB", "--codec", "int8"),
+        *("plan", "--trace", str(trace), *MACHINE, "--cpu", "128MiB", "--disk", "1GiB", "--codec", "int8"),
+        *("--gpu", "512MiB"),
         *("--no-curve", "--jobs", "2", "--out", "plan.json", "--plot", "plan.png"),
     )
     assert done.exit_code == 0, done.stderr

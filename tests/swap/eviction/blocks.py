@@ -24,6 +24,10 @@ class Blocks:
         self.depth = np.zeros(rows, np.int64)
         self.namespace = np.zeros(rows, np.int32)
         self.number = np.arange(rows)
+        self.compressed = np.ones(rows)
+
+    def compression(self, rows: Rows, tier: int) -> npt.NDArray[np.float64]:
+        return self.compressed[rows]
 
     def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:
         hashes = (self.number[rows].astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)

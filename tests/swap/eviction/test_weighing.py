@@ -71,6 +71,17 @@ def test_large_blocks_weigh_less_than_small_ones_that_save_as_much() -> None:
     assert policy.score(small, 0, 0) == pytest.approx(4 * policy.score(large, 0, 0))
 
 
+def test_a_block_of_half_the_bytes_weighs_twice_as_much_in_the_last_tier_and_as_much_above_it() -> None:
+    policy, table = Weighing(), Blocks(2)
+    policy.last_tier = 1
+    table.compressed[:] = [1.0, 2.0]
+    policy.admitted(table, np.arange(2), 1, 1.0)
+    exact, coded = policy.scores(table, np.arange(2), 1).tolist()
+    assert coded == 2 * exact == pytest.approx(policy.score(table, 1, 1))
+    above = policy.scores(table, np.arange(2), 0).tolist()
+    assert above == [policy.score(table, row, 0) for row in range(2)] and above[0] == above[1]
+
+
 def test_what_has_left_is_remembered_and_what_remembers_it_does_not_grow() -> None:
     policy, table = Weighing(), Blocks(5000)
     history = UseHistory(policy, 1024)

@@ -23,6 +23,7 @@ from prefixd.cache.placement.holds import Hold
 from prefixd.cache.rules import GroupMask
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.frame_budget import FrameBudget
+from prefixd.serving.loading.load_bytes import LoadBytes, bytes_to_load
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
@@ -89,7 +90,7 @@ class CpuStage:
         self._reading: set[int] = set()
         self._round = 0
         self._time_s = 0.0  # until the GPU tier has room for the requests of this round
-        self._ahead_bytes = 0  # on disk, of the requests before this one in the window
+        self._ahead_bytes = LoadBytes()  # on disk, of the requests before this one in the window
 
     def __len__(self) -> int:
         return len(self._near)
@@ -112,7 +113,7 @@ class CpuStage:
         turns. `time_s`: estimated seconds until the GPU tier has room for the first of them."""
         self._round += 1
         self._time_s = time_s
-        self._ahead_bytes = 0
+        self._ahead_bytes = LoadBytes()
         self._budget.begin_round()
 
     def keep(self, request: Request) -> bool:
@@ -153,7 +154,7 @@ class CpuStage:
             near = self._hold(request, rows, groups)
         near.round = self._round
         lacking = trie.lacking(near.rows, tiers.shared.level, near.groups)
-        nbytes = int(trie.group_bytes[lacking].sum())
+        nbytes = bytes_to_load(trie, near.rows, lacking)
         near.complete = not nbytes
         if nbytes:
             self._ahead_bytes += nbytes
@@ -201,7 +202,7 @@ class CpuStage:
 
     def _is_in_time(self, distance: Distance) -> bool:
         """Whether this load and those before it in the window are over in time if they begin with the GPU's room."""
-        load_s = self._cost.load_s(self._ahead_bytes, distance)
+        load_s = self._ahead_bytes.load_s(self._cost, distance)
         return load_s is not None and _SPARE * load_s <= self._time_s
 
     def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
@@ -245,6 +246,7 @@ class CpuStage:
     ) -> None:
         trie, shared = near.request.trie, self._cache.tiers.shared
         distance = _farthest(trie, rows)
+        nbytes = bytes_to_load(trie, rows[claimed], groups[claimed])
         mark = self._meter.begin() if claimed.any() else None
         complete = False
         try:
@@ -260,7 +262,7 @@ class CpuStage:
         finally:
             elapsed_s = 0.0 if mark is None else self._meter.end(mark)
             if complete and mark is not None:
-                self._cost.observe_load(distance, int(trie.group_bytes[groups[claimed]].sum()), elapsed_s)
+                self._cost.observe_load(distance, nbytes.moved, elapsed_s, nbytes.decoded)
 
 
 def _farthest(trie: Trie, rows: Rows) -> Distance:

@@ -16,6 +16,7 @@ from prefixd.observability.request_record import LoadDecision
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.layer_load import LayerLoad
+from prefixd.serving.loading.load_bytes import bytes_to_load
 from prefixd.serving.loading.load_choice import LoadChoice, LoadCounters
 from prefixd.serving.loading.tail_load import TailPlan
 from prefixd.serving.request.request import Request
@@ -91,7 +92,7 @@ class LoadPlanner:
                 self._clock(),
                 len(behind),
                 tier.name.lower(),
-                self._cost.load_s(int(trie.group_bytes[lacking].sum()), tier, self._queued_bytes()),
+                bytes_to_load(trie, behind, lacking).load_s(self._cost, tier, self._queued_bytes()),
                 self._cost.compute_s(tokens, before),
                 by_setting=self._mode == "never",
             )
@@ -159,8 +160,8 @@ class LoadPlanner:
         lacking = trie.lacking(rows, self._cache.tiers.compute.level, needed)
         for distance in np.unique(distances).tolist():
             here = distances == distance
-            nbytes = int(trie.group_bytes[lacking[here]].sum())
-            yield Stretch(Distance(distance), int(here.sum()) * trie.block_tokens, nbytes)
+            nbytes = bytes_to_load(trie, rows[here], lacking[here])
+            yield Stretch(Distance(distance), int(here.sum()) * trie.block_tokens, nbytes.moved, nbytes.decoded)
 
     def _worth_loading(self, request: Request, wait_s: float) -> Rows:
         """The prefix up to the first tier from which loading takes longer than computing, which begins in `wait_s`."""
@@ -171,8 +172,8 @@ class LoadPlanner:
             loaded = needed & ~nearer & trie.there[rows, distance]
             if loaded.any():
                 kept = request.usable(rows, nearer)
-                nbytes, tokens = int(trie.group_bytes[loaded].sum()), (len(rows) - len(kept)) * trie.block_tokens
-                load_s = self._cost.load_s(nbytes, distance, self._queued_bytes())
+                tokens = (len(rows) - len(kept)) * trie.block_tokens
+                load_s = bytes_to_load(trie, rows, loaded).load_s(self._cost, distance, self._queued_bytes())
                 compute_s = self._cost.compute_s(tokens, len(kept) * trie.block_tokens)
                 slower = load_s is not None and compute_s is not None and load_s > wait_s + compute_s
                 if slower and not self._cost.probes(distance):
@@ -207,7 +208,7 @@ class LoadPlanner:
         trie, rows = request.trie, request.rows
         lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
         far = int(trie.distances(rows[lacking != 0]).max(initial=0))
-        return self._cost.load_s(int(trie.group_bytes[lacking].sum()), Distance(far))
+        return bytes_to_load(trie, rows, lacking).load_s(self._cost, Distance(far))
 
     def encode_s(self, images: ImageHolds) -> float | None:
         """Estimated seconds to embed the images of a request that are on their way to the GPU tier."""

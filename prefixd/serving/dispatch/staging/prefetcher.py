@@ -17,6 +17,7 @@ from prefixd.serving.dispatch.staging.cpu_stage import CpuStage
 from prefixd.serving.dispatch.staging.loader import Loader
 from prefixd.serving.dispatch.tracker import PrefixTracker
 from prefixd.serving.images.image_kv import ImageHolds
+from prefixd.serving.loading.load_bytes import LoadBytes, bytes_to_load
 from prefixd.serving.request.footprint import Footprint
 from prefixd.serving.request.request import Request, hit_tiers
 from prefixd.serving.request.request_events import Event
@@ -99,14 +100,14 @@ class Prefetcher:
             if images is not None:
                 images.touch()
         missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
-        distances, nbytes = [*tiers.tolist()], int(trie.group_bytes[missing].sum())
+        distances, nbytes = [*tiers.tolist()], bytes_to_load(trie, rows, missing)
         if images is not None:
             distances += images.tiers
-            nbytes += images.missing_bytes
+            nbytes += LoadBytes(images.missing_bytes)
         if nbytes:
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
             distance = Distance(max(distances))
-            self._look_ahead.loads(distance, nbytes)
+            self._look_ahead.loads(distance, nbytes.moved, nbytes.decoded)
             if distance in _READ_FROM:
                 self._reading.add(request.id)
             self.loader.start(request, urgency, self._clock() + turn_s)

@@ -77,7 +77,7 @@ def code(data: UInt8s, coding: Coding) -> Coded | Refused:
         EncodingError: what the codec has encoded does not decode: a bug in it.
     """
     codec, shape = coding.codec, coding.shape
-    if not codec.takes(data.size, shape):
+    if not codec.takes(data.size, shape) or (shape is not None and shape.nbytes != data.size):
         return Refused.NOT_TAKEN
     encoded = codec.encode(data, shape)
     if isinstance(encoded, Refused):

@@ -13,9 +13,10 @@ from typing import ClassVar
 import numpy as np
 
 from prefixd_swap.codecs.codec import Codec, Refused, UInt8s
+from prefixd_swap.codecs.kernels.floats import WORDS
 from prefixd_swap.codecs.kernels.number_tiles import BASE_BYTES, decode_part, encode_part
 from prefixd_swap.codecs.kernels.words import layout_of, readable_bytes, readable_words, writable_words
-from prefixd_swap.codecs.part_shape import DTYPE_BYTES, PartShape
+from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.errors import EncodingError
 
 _INT4_GROUP = 32
@@ -41,7 +42,7 @@ class QuantizedCodec(Codec):
         if nbytes >= data.size:
             return Refused.NOT_FEWER
         encoded = np.empty(nbytes, np.uint8)
-        words = readable_words(data, DTYPE_BYTES[shape.dtype])
+        words = readable_words(data, WORDS[shape.dtype])
         if not encode_part(words, *layout_of(shape), self._group(shape), self.wide_values, encoded):
             return Refused.NOT_FINITE
         return encoded
@@ -52,7 +53,7 @@ class QuantizedCodec(Codec):
             raise EncodingError(f"a part of {into.size} bytes cannot be {self.name} of {shape}")
         if encoded.size != (expected := self.encoded_nbytes(shape)):
             raise EncodingError(f"{encoded.size} bytes cannot be {self.name} of {shape}, which takes {expected}")
-        with writable_words(into, DTYPE_BYTES[shape.dtype]) as words:
+        with writable_words(into, WORDS[shape.dtype]) as words:
             decode_part(readable_bytes(encoded), *layout_of(shape), self._group(shape), self.wide_values, words)
 
     def encoded_nbytes(self, shape: PartShape) -> int:

@@ -65,7 +65,8 @@ def test_a_part_of_unknown_shape_is_lossless_only() -> None:
     for name in LOSSY:
         assert code(PART, Coding(find_codec(name))) is Refused.NOT_TAKEN
     other = dataclasses.replace(SHAPE, tokens=8)
-    assert code(PART, Coding(find_codec("int8"), other)) is Refused.NOT_TAKEN
+    for name in ("lossless", *LOSSY):
+        assert code(PART, Coding(find_codec(name), other)) is Refused.NOT_TAKEN
 
 
 def test_what_is_not_fewer_bytes_with_its_header_stays() -> None:

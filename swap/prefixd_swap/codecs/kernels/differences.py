@@ -8,52 +8,40 @@ import numpy as np
 
 from prefixd_swap.codecs.codec import LayerErrors, UInt8s
 from prefixd_swap.codecs.kernels.compiling import compiled
-from prefixd_swap.codecs.kernels.floats import MAGNITUDE, bits_of, float_of, load_row
+from prefixd_swap.codecs.kernels.floats import MAGNITUDE, WORDS, bits_of, float_of, read_bits
 from prefixd_swap.codecs.kernels.words import layout_of, readable_words
-from prefixd_swap.codecs.part_shape import DTYPE_BYTES, PartShape
+from prefixd_swap.codecs.part_shape import PartShape
 
 
 @compiled(reorders=True)
-def _measure(exact: Any, decoded: Any, sizes: Any, strides: Any, kind: int, measured: Any) -> None:
-    """Compares two parts.
-
-    Args:
-        exact, decoded: all numbers of the parts, uint16 or uint32.
-        sizes, strides, kind: as of `encode_part`.
-        measured: [layers, 2, 3] of float64, keys and then values: the largest difference, the sum of the squares of the
-            differences, and that of the exact numbers.
-    """
+def _compare(exact: Any, decoded: Any, sizes: Any, strides: Any, largest: Any, rms: Any) -> None:
+    """Writes the errors of each layer; the other arguments are as of `encode_part`."""
     layers, tokens, heads, channels = sizes
-    left, right = np.empty(channels, np.uint32), np.empty(channels, np.uint32)
     for layer in range(layers):
+        largest[layer] = rms[layer] = 0
         for kv in range(2):
             most, noise, power = np.uint32(0), np.float64(0), np.float64(0)
             for token in range(tokens):
                 for head in range(heads):
                     start = layer * strides[0] + kv * strides[1] + token * strides[2] + head * strides[3]
-                    load_row(exact, start, kind, left)
-                    load_row(decoded, start, kind, right)
+                    left, right = exact[start : start + channels], decoded[start : start + channels]
                     for i in range(channels):
-                        number = float_of(left[i])
-                        difference = number - float_of(right[i])
+                        number = float_of(read_bits(left[i]))
+                        difference = number - float_of(read_bits(right[i]))
                         most = max(most, bits_of(difference) & MAGNITUDE)
                         noise += np.float64(difference) * np.float64(difference)
                         power += np.float64(number) * np.float64(number)
-            measured[layer, kv, 0] = float_of(most)
-            measured[layer, kv, 1] = noise
-            measured[layer, kv, 2] = power
+            if power > 0:
+                size = np.sqrt(power / np.float64(tokens * heads * channels))
+                largest[layer] = max(largest[layer], np.float32(np.float64(float_of(most)) / size))
+                rms[layer] = max(rms[layer], np.float32(np.sqrt(noise / power)))
+            elif most > 0:
+                largest[layer] = rms[layer] = np.float32(np.inf)
 
 
 def measure_errors(exact: UInt8s, decoded: UInt8s, shape: PartShape) -> LayerErrors:
     """How far a decoded part is from the exact one; infinite where a layer had only zeros and has others now."""
-    left, right = (readable_words(data, DTYPE_BYTES[shape.dtype]) for data in (exact, decoded))
-    measured = np.empty((shape.layers, 2, 3))
-    _measure(left, right, *layout_of(shape), measured)
-    largest, noise, power = np.moveaxis(measured, -1, 0)
-    numbers = shape.tokens * shape.heads * shape.channels
-    rms = np.sqrt(power / numbers)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        relative = np.stack((largest, np.sqrt(noise / numbers))) / rms
-        relative[:, (power == 0) & (noise == 0)] = 0
-        most = relative.max(axis=-1).astype(np.float32)
-    return LayerErrors(most[0], most[1])
+    left, right = (readable_words(data, WORDS[shape.dtype]) for data in (exact, decoded))
+    errors = LayerErrors(np.empty(shape.layers, np.float32), np.empty(shape.layers, np.float32))
+    _compare(left, right, *layout_of(shape), errors.largest, errors.rms)
+    return errors

@@ -1,30 +1,32 @@
 """Numbers of 16 and 32 bits as the bits of a float32, and back: rounded to the nearest, ties to even.
 
-numba's processor target has neither bfloat16 nor float16 arithmetic, and integers vectorise. Results do not depend on
-whether the thread flushes denormal numbers to zero, but for those that are themselves denormal as float32.
+numba's processor target has neither bfloat16 nor float16 arithmetic, and integers vectorise. A kernel is compiled for
+the type of its words, which says what they are (`WORDS`). Results do not depend on whether the thread flushes denormal
+numbers to zero, but for those that are denormal as float32.
+
+`float_of`, `bits_of`, `read_bits` and `write_bits` exist in kernels only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
-BFLOAT16: Final = 0
-FLOAT16: Final = 1
-FLOAT32: Final = 2
-KINDS: Final = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
-"""What kernels call a dtype."""
+WORDS: Final[dict[str, Any]] = {"bfloat16": np.uint16, "float16": np.int16, "float32": np.uint32}
+"""What kernels take the numbers of a dtype as."""
 
 INFINITE: Final = np.uint32(0x7F800000)
 """Bits of a float32 without its sign: from here on it is infinite, or no number."""
 MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _SIGN: Final = np.uint32(0x80000000)
-_LARGEST: Final = (np.uint32(0x7F7F0000), np.uint32(0x477FE000), np.uint32(0x7F7FFFFF))  # finite, by kind
+_LARGEST_BFLOAT16: Final = np.uint32(0x7F7F0000)
+_LARGEST_FLOAT16: Final = np.uint32(0x477FE000)
+_LARGEST_FLOAT32: Final = np.uint32(0x7F7FFFFF)
 
 
 def _bits_as_float(_typing: Any, bits: Any) -> Any:
@@ -42,59 +44,58 @@ def _float_as_bits(_typing: Any, number: Any) -> Any:
 
 
 float_of: Any = intrinsic(_bits_as_float)
-"""In kernels: the float32 with these bits, a uint32."""
+"""The float32 with these bits, a uint32."""
 bits_of: Any = intrinsic(_float_as_bits)
-"""In kernels: the bits of a float32, as a uint32."""
+"""The bits of a float32, as a uint32."""
 
 
-@numba.njit(inline="always")
-def _from_float16(word: np.uint32) -> np.uint32:
-    magnitude = word & np.uint32(0x7FFF)
-    sign = (word & np.uint32(0x8000)) << np.uint32(16)
-    normal = (magnitude << np.uint32(13)) + np.uint32(0x38000000)
-    if magnitude >= np.uint32(0x7C00):
-        normal = INFINITE | (magnitude << np.uint32(13))
-    small = bits_of(np.float32(magnitude) * np.float32(2.0**-24))
-    return sign | (small if magnitude < np.uint32(0x400) else normal)
+def read_bits(word: Any) -> Any:
+    """A number as the bits of a float32."""
+    raise NotImplementedError(word)
 
 
-@numba.njit(inline="always")
-def _to_float16(bits: np.uint32) -> np.uint32:
-    magnitude = bits & MAGNITUDE
-    odd = (magnitude >> np.uint32(13)) & np.uint32(1)
-    normal = (magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
-    small = bits_of(float_of(magnitude) + np.float32(0.5)) - np.uint32(0x3F000000)  # the sum is rounded to 2**-24
-    return ((bits & _SIGN) >> np.uint32(16)) | (small if magnitude < np.uint32(0x38800000) else normal)
+def write_bits(words: Any, index: int, bits: Any) -> None:
+    """Makes the bits of a float32 a number of an array; one too large becomes the largest of the dtype."""
+    raise NotImplementedError(words, index, bits)
 
 
-@numba.njit
-def load_row(words: Any, start: int, kind: int, row: Any) -> None:
-    """Reads len(`row`) consecutive numbers from `start` on, as bits of float32."""
-    source = words[start : start + row.size]
-    if kind == BFLOAT16:
-        for i in range(row.size):
-            row[i] = np.uint32(source[i]) << np.uint32(16)
-    elif kind == FLOAT16:
-        for i in range(row.size):
-            row[i] = _from_float16(np.uint32(source[i]))
-    else:
-        for i in range(row.size):
-            row[i] = np.uint32(source[i])
+@overload(read_bits)
+def _read_bits(word: Any) -> Callable[..., Any]:
+    def from_bfloat16(word: Any) -> Any:
+        return np.uint32(word) << np.uint32(16)
+
+    def from_float16(word: Any) -> Any:
+        magnitude = np.uint32(word) & np.uint32(0x7FFF)
+        sign = (np.uint32(word) & np.uint32(0x8000)) << np.uint32(16)
+        normal = (magnitude << np.uint32(13)) + np.uint32(0x38000000)
+        if magnitude >= np.uint32(0x7C00):
+            normal = INFINITE | (magnitude << np.uint32(13))
+        small = bits_of(np.float32(np.int32(magnitude)) * np.float32(2.0**-24))
+        return sign | (small if magnitude < np.uint32(0x400) else normal)
+
+    def from_float32(word: Any) -> Any:
+        return word
+
+    return {types.uint16: from_bfloat16, types.int16: from_float16, types.uint32: from_float32}[word]
 
 
-@numba.njit
-def store_row(row: Any, words: Any, start: int, kind: int) -> None:
-    """Writes `row`, bits of float32, as consecutive numbers from `start` on; one too large becomes the largest."""
-    target = words[start : start + row.size]
-    most = _LARGEST[kind]
-    if kind == BFLOAT16:
-        for i in range(row.size):
-            bits = min(row[i] & MAGNITUDE, most) | (row[i] & _SIGN)
-            odd = (bits >> np.uint32(16)) & np.uint32(1)
-            target[i] = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    elif kind == FLOAT16:
-        for i in range(row.size):
-            target[i] = _to_float16(min(row[i] & MAGNITUDE, most) | (row[i] & _SIGN))
-    else:
-        for i in range(row.size):
-            target[i] = min(row[i] & MAGNITUDE, most) | (row[i] & _SIGN)
+@overload(write_bits)
+def _write_bits(words: Any, index: Any, bits: Any) -> Callable[..., None]:
+    def to_bfloat16(words: Any, index: Any, bits: Any) -> None:
+        magnitude = min(bits & MAGNITUDE, _LARGEST_BFLOAT16)
+        odd = (magnitude >> np.uint32(16)) & np.uint32(1)
+        rounded = (magnitude + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        words[index] = rounded | ((bits & _SIGN) >> np.uint32(16))
+
+    def to_float16(words: Any, index: Any, bits: Any) -> None:
+        magnitude = min(bits & MAGNITUDE, _LARGEST_FLOAT16)
+        odd = (magnitude >> np.uint32(13)) & np.uint32(1)
+        normal = (magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
+        small = bits_of(float_of(magnitude) + np.float32(0.5)) - np.uint32(0x3F000000)  # the sum is rounded to 2**-24
+        rounded = small if magnitude < np.uint32(0x38800000) else normal
+        words[index] = rounded | ((bits & _SIGN) >> np.uint32(16))
+
+    def to_float32(words: Any, index: Any, bits: Any) -> None:
+        words[index] = min(bits & MAGNITUDE, _LARGEST_FLOAT32) | (bits & _SIGN)
+
+    return {types.uint16: to_bfloat16, types.int16: to_float16, types.uint32: to_float32}[words.dtype]

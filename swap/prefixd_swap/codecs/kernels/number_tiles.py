@@ -21,7 +21,7 @@ import numba
 import numpy as np
 
 from prefixd_swap.codecs.kernels.compiling import compiled
-from prefixd_swap.codecs.kernels.floats import INFINITE, MAGNITUDE, bits_of, float_of, load_row, store_row
+from prefixd_swap.codecs.kernels.floats import INFINITE, MAGNITUDE, bits_of, float_of, read_bits, write_bits
 
 BASE_BYTES: Final = 2
 _STEP: Final = np.uint32(19)  # bits of a float32 that a step leaves out
@@ -32,9 +32,21 @@ _BYTE: Final = np.uint32(0xFF)
 
 
 @numba.njit
-def _load_tile(words: Any, start: int, stride: int, kind: int, tile: Any) -> None:
+def _load_tile(words: Any, start: int, stride: int, tile: Any) -> None:
+    channels = tile.shape[1]
     for token in range(tile.shape[0]):
-        load_row(words, start + token * stride, kind, tile[token])
+        row = tile[token]
+        source = words[start + token * stride : start + token * stride + channels]
+        for i in range(channels):
+            row[i] = read_bits(source[i])
+
+
+@numba.njit
+def _store_products(numbers: Any, scales: Any, words: Any, start: int) -> None:
+    """Writes `numbers` (int8, one byte each) times `scales` as consecutive numbers from `start` on."""
+    target = words[start : start + numbers.size]
+    for i in range(numbers.size):
+        write_bits(target, i, bits_of(np.float32(np.int8(numbers[i])) * scales[i]))
 
 
 @numba.njit
@@ -101,9 +113,9 @@ def _pack(row: Any, target: Any) -> None:
 def _unpack(source: Any, row: Any) -> None:
     half = source.size
     for i in range(half):
-        row[i] = np.float32((source[i] & np.uint8(15)) ^ np.uint8(8)) - np.float32(8.0)
+        row[i] = ((source[i] & np.uint8(15)) ^ np.uint8(8)) - np.uint8(8)
     for i in range(row.size - half):
-        row[half + i] = np.float32((source[i] >> np.uint8(4)) ^ np.uint8(8)) - np.float32(8.0)
+        row[half + i] = ((source[i] >> np.uint8(4)) ^ np.uint8(8)) - np.uint8(8)
 
 
 @numba.njit
@@ -119,18 +131,6 @@ def _encode_keys(tile: Any, largest: Any, inverses: Any, encoded: Any) -> bool:
         for i in range(channels):
             target[i] = bits_of(float_of(row[i]) * inverses[i] + _ROUND) & _BYTE
     return True
-
-
-@numba.njit
-def _decode_keys(encoded: Any, scales: Any, tile: Any) -> None:
-    tokens, channels = tile.shape
-    _read_scales(encoded, scales)
-    numbers = encoded[BASE_BYTES + channels :]
-    for token in range(tokens):
-        row = tile[token]
-        source = numbers[token * channels : (token + 1) * channels]
-        for i in range(channels):
-            row[i] = bits_of(np.float32(np.int8(source[i])) * scales[i])
 
 
 @numba.njit
@@ -159,38 +159,14 @@ def _encode_values(tile: Any, group: int, wide: bool, largest: Any, inverses: An
     return True
 
 
-@numba.njit
-def _decode_values(encoded: Any, group: int, wide: bool, scales: Any, numbers: Any, tile: Any) -> None:
-    tokens, channels = tile.shape
-    _read_scales(encoded, scales)
-    at = BASE_BYTES + scales.size
-    row_bytes = channels if wide else (channels + 1) // 2
-    groups = scales.size // tokens
-    for token in range(tokens):
-        source = encoded[at : at + row_bytes]
-        if wide:
-            for i in range(channels):
-                numbers[i] = np.float32(np.int8(source[i]))
-        else:
-            _unpack(source, numbers)
-        for number in range(groups):
-            row = tile[token, number * group : (number + 1) * group]
-            scale = scales[token * groups + number]
-            scaled = numbers[number * group : (number + 1) * group]
-            for i in range(row.size):
-                row[i] = bits_of(scaled[i] * scale)
-        at += row_bytes
-
-
 @compiled()
-def encode_part(words: Any, sizes: Any, strides: Any, kind: int, group: int, wide: bool, encoded: Any) -> bool:
+def encode_part(words: Any, sizes: Any, strides: Any, group: int, wide: bool, encoded: Any) -> bool:
     """Encodes a part; False where a number is not finite.
 
     Args:
-        words: all numbers of the part, uint16 or uint32.
+        words: all numbers of the part, as `WORDS` says.
         sizes: layers, tokens, heads, channels.
         strides: words from one layer, kv, token, head to the next. Channels lie side by side.
-        kind: one of `KINDS`.
         group: channels with one scale, of values.
         wide: values are int8; else int4.
         encoded: `tile_bytes` for each tile.
@@ -206,11 +182,11 @@ def encode_part(words: Any, sizes: Any, strides: Any, kind: int, group: int, wid
     for layer in range(layers):
         for head in range(heads):
             start = layer * strides[0] + head * strides[3]
-            _load_tile(words, start, strides[2], kind, tile)
+            _load_tile(words, start, strides[2], tile)
             if not _encode_keys(tile, largest_keys, key_inverses, encoded[at : at + key_bytes]):
                 return False
             at += key_bytes
-            _load_tile(words, start + strides[1], strides[2], kind, tile)
+            _load_tile(words, start + strides[1], strides[2], tile)
             target = encoded[at : at + value_bytes]
             if not _encode_values(tile, group, wide, largest_values, value_inverses, target):
                 return False
@@ -219,24 +195,32 @@ def encode_part(words: Any, sizes: Any, strides: Any, kind: int, group: int, wid
 
 
 @compiled()
-def decode_part(encoded: Any, sizes: Any, strides: Any, kind: int, group: int, wide: bool, words: Any) -> None:
+def decode_part(encoded: Any, sizes: Any, strides: Any, group: int, wide: bool, words: Any) -> None:
     """Decodes what `encode_part` has encoded, or bytes of that length; the arguments are the same."""
     layers, tokens, heads, channels = sizes
-    tile, row = np.empty((tokens, channels), np.uint32), np.empty(channels, np.float32)
-    groups = tokens * ((channels + group - 1) // group)
-    key_scales, value_scales = np.empty(channels, np.float32), np.empty(groups, np.float32)
-    key_bytes = BASE_BYTES + channels + tokens * channels
-    value_bytes = BASE_BYTES + groups + tokens * (channels if wide else (channels + 1) // 2)
+    groups = (channels + group - 1) // group
+    key_scales, value_scales = np.empty(channels, np.float32), np.empty(tokens * groups, np.float32)
+    row, row_scales = np.empty(channels, np.uint8), np.empty(channels, np.float32)
+    row_bytes = channels if wide else (channels + 1) // 2
     at = 0
     for layer in range(layers):
         for head in range(heads):
-            for kv in range(2):
-                if kv == 0:
-                    _decode_keys(encoded[at : at + key_bytes], key_scales, tile)
-                    at += key_bytes
+            start = layer * strides[0] + head * strides[3]
+            _read_scales(encoded[at:], key_scales)
+            at += BASE_BYTES + channels
+            for token in range(tokens):
+                _store_products(encoded[at : at + channels], key_scales, words, start + token * strides[2])
+                at += channels
+            start += strides[1]
+            _read_scales(encoded[at:], value_scales)
+            at += BASE_BYTES + tokens * groups
+            for token in range(tokens):
+                for number in range(groups):
+                    row_scales[number * group : (number + 1) * group] = value_scales[token * groups + number]
+                numbers = encoded[at : at + row_bytes]
+                if wide:
+                    _store_products(numbers, row_scales, words, start + token * strides[2])
                 else:
-                    _decode_values(encoded[at : at + value_bytes], group, wide, value_scales, row, tile)
-                    at += value_bytes
-                start = layer * strides[0] + kv * strides[1] + head * strides[3]
-                for token in range(tokens):
-                    store_row(tile[token], words, start + token * strides[2], kind)
+                    _unpack(numbers, row)
+                    _store_products(row, row_scales, words, start + token * strides[2])
+                at += row_bytes

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.codecs.codec import UInt8s
-from prefixd_swap.codecs.kernels.floats import KINDS
 from prefixd_swap.codecs.part_shape import PartShape
 
 Words = npt.NDArray[Any]
-"""uint16 or uint32."""
+"""Of a type of `WORDS`."""
 
 
 def readable_bytes(data: UInt8s) -> UInt8s:
@@ -24,9 +23,9 @@ def readable_bytes(data: UInt8s) -> UInt8s:
     return view
 
 
-def readable_words(data: UInt8s, nbytes: int) -> Words:
-    """Words of `nbytes` bytes; a copy where they are not aligned."""
-    words = readable_bytes(data).view(f"u{nbytes}")
+def readable_words(data: UInt8s, word: Any) -> Words:
+    """Words of a type such as np.uint16; a copy where they are not aligned."""
+    words: Words = readable_bytes(data).view(word)
     if not words.flags.aligned:
         words = words.copy()
         words.flags.writeable = False
@@ -34,23 +33,21 @@ def readable_words(data: UInt8s, nbytes: int) -> Words:
 
 
 @contextmanager
-def writable_words(into: UInt8s, nbytes: int) -> Iterator[Words]:
-    """Words of `nbytes` bytes to write; where they are not aligned, they are copied at the end."""
-    if into.flags.c_contiguous and (words := into.view(f"u{nbytes}")).flags.aligned:
+def writable_words(into: UInt8s, word: Any) -> Iterator[Words]:
+    """Words of a type to write; where they are not aligned, they are copied at the end."""
+    if into.flags.c_contiguous and (words := into.view(word)).flags.aligned:
         yield words
         return
-    words = np.empty(into.size // nbytes, f"u{nbytes}")
+    words = np.empty(into.size // np.dtype(word).itemsize, word)
     yield words
     into[:] = words.view(np.uint8)
 
 
-def layout_of(shape: PartShape) -> tuple[Any, Any, int]:
-    """What kernels know of a shape: layers, tokens, heads, channels; words from one layer, kv, token, head to the next;
-    one of `KINDS`.
-    """
+def layout_of(shape: PartShape) -> tuple[Any, Any]:
+    """What kernels know of a shape: layers, tokens, heads, channels; words between layers, kv, tokens, heads."""
     strides, words = {}, 1
     for axis, size in zip(reversed(shape.order), reversed(shape.sizes), strict=True):
         strides[axis] = words
         words *= size
     sizes = (shape.layers, shape.tokens, shape.heads, shape.channels)
-    return sizes, (strides["layer"], strides["kv"], strides["token"], strides["head"]), KINDS[shape.dtype]
+    return sizes, (strides["layer"], strides["kv"], strides["token"], strides["head"])

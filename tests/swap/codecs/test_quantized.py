@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixd_swap.codecs.codec import UInt8s
+from prefixd_swap.codecs.part_shape import PartShape
+from prefixd_swap.codecs.quantized import Int8Codec, K8V4Codec, QuantizedCodec
+from prefixd_swap.errors import EncodingError
+from tests.swap.codecs import parts
+from tests.swap.codecs.parts import Float32s
+
+CODECS: list[QuantizedCodec] = [Int8Codec(), K8V4Codec()]
+SHAPE = PartShape("bfloat16", layers=2, tokens=16, heads=2, channels=64, order=parts.BY_TOKEN)
+EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+LARGEST = {"bfloat16": 3.3895314e38, "float16": 65504.0, "float32": 3.4028235e38}
+LEAST_SCALE = 2.0**-100
+
+
+def round_trip(codec: QuantizedCodec, data: UInt8s, shape: PartShape) -> UInt8s:
+    """What `data` becomes."""
+    encoded = np.empty(codec.encoded_nbytes(shape), np.uint8)
+    made = codec.encode(data, shape)
+    assert isinstance(made, np.ndarray), made
+    assert made.size == encoded.size
+    into = np.empty(data.size, np.uint8)
+    codec.decode(made, shape, into)
+    return into
+
+
+def scales_by_numpy(numbers: Float32s, codec: QuantizedCodec) -> Float32s:
+    """The largest scale that each number may have: a sixteenth more than its share of what shares the scale."""
+    keys = np.abs(numbers[:, 0]).max(axis=1, keepdims=True) / 127 + np.zeros_like(numbers[:, 0])
+    values = np.empty_like(numbers[:, 1])
+    channels = numbers.shape[-1]
+    group, levels = (channels, 127) if codec.wide_values else (32, 7)
+    for start in range(0, channels, group):
+        of_group = np.abs(numbers[:, 1, :, :, start : start + group]).max(axis=-1, keepdims=True) / levels
+        values[..., start : start + group] = of_group
+    chosen = np.stack((keys, values), axis=1)
+    reach = chosen.max(axis=(2, 4), keepdims=True) * 2.0**-15  # a tile's scales are no further apart
+    return np.maximum(np.maximum(chosen, reach) * (1 + 1 / 16), LEAST_SCALE)
+
+
+def assert_within_bound(data: UInt8s, decoded: UInt8s, shape: PartShape, codec: QuantizedCodec) -> None:
+    """Each number is half a scale away at most, and what rounding to the dtype adds."""
+    exact, others = (parts.to_numbers(each, shape).astype(np.float64) for each in (data, decoded))
+    scales = scales_by_numpy(exact, codec)
+    bound = scales / 2 * (1 + 1e-5) + np.abs(exact) * EPSILON[shape.dtype] * 1.1 + scales * EPSILON[shape.dtype]
+    if shape.dtype == "float16":
+        bound += 2.0**-25
+    assert (np.abs(exact - others) <= bound).all(), np.max(np.abs(exact - others) / bound)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts.shapes.filter(lambda shape: shape.tokens > 2 and shape.channels > 8), st.integers(0, 99), st.booleans())
+def test_no_number_is_further_away_than_half_its_scale(shape: PartShape, seed: int, wide: bool) -> None:
+    codec = CODECS[0 if wide else 1]
+    data = parts.random_part(shape, seed, channel_spread=2)
+    assert_within_bound(data, round_trip(codec, data, shape), shape, codec)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_zeros_and_the_largest_and_smallest_numbers_keep_the_bound(codec: QuantizedCodec, dtype: str) -> None:
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    numbers = parts.to_numbers(parts.random_part(shape), shape).copy()
+    numbers[0, :, :, 0] = 0
+    numbers[0, :, :, 1, 7] = 0
+    numbers[1, :, 3] *= np.float32(LARGEST[dtype] / np.abs(numbers[1, :, 3]).max())
+    numbers[1, 0, 5, 0, 9] = -LARGEST[dtype]
+    numbers[1, :, 2] = 1e-40 if dtype != "float16" else 2.0**-24
+    data = parts.to_bytes(numbers, shape)
+    decoded = round_trip(codec, data, shape)
+    others = parts.to_numbers(decoded, shape)
+    assert np.isfinite(others).all()
+    assert not others[0, :, :, 0].any() and not others[0, :, :, 1, 7].any()
+    assert_within_bound(data, decoded, shape, codec)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-90, 2.0**-14, 2.0**15, 2.0**126])
+def test_numbers_of_any_size_keep_the_bound(codec: QuantizedCodec, dtype: str, scale: float) -> None:
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    numbers = parts.to_numbers(parts.random_part(shape, channel_spread=0.2), shape).copy()
+    numbers *= np.float32(scale / np.abs(numbers).max())
+    data = parts.to_bytes(np.clip(numbers, -LARGEST[dtype], LARGEST[dtype]), shape)
+    assert_within_bound(data, round_trip(codec, data, shape), shape, codec)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_encoding_is_the_same_for_every_order_of_axes(codec: QuantizedCodec) -> None:
+    numbers = parts.to_numbers(parts.random_part(SHAPE), SHAPE)
+    made = set()
+    for order in parts.ORDERS:
+        shape = dataclasses.replace(SHAPE, order=order)
+        data = parts.to_bytes(numbers, shape)
+        encoded = codec.encode(data, shape)
+        assert isinstance(encoded, np.ndarray)
+        made.add(encoded.tobytes())
+        assert np.array_equal(
+            parts.to_numbers(round_trip(codec, data, shape), shape),
+            parts.to_numbers(round_trip(codec, parts.random_part(SHAPE), SHAPE), SHAPE),
+        )
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(("tokens", "int8", "k8v4"), [(16, 0.52, 0.40), (64, 0.507, 0.39)])
+def test_scales_do_not_eat_the_gain(tokens: int, int8: float, k8v4: float) -> None:
+    shape = PartShape("bfloat16", 32, tokens, 8, 128, parts.BY_TOKEN)
+    assert CODECS[0].encoded_nbytes(shape) <= int8 * shape.nbytes
+    assert CODECS[1].encoded_nbytes(shape) <= k8v4 * shape.nbytes
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_bytes_that_are_not_aligned_give_the_same(codec: QuantizedCodec, dtype: str) -> None:
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    data = parts.random_part(shape)
+    around = np.zeros(data.size + 1, np.uint8)
+    around[1:] = data
+    encoded = codec.encode(around[1:], shape)
+    assert isinstance(encoded, np.ndarray) and np.array_equal(encoded, codec.encode(data, shape))
+    into = np.zeros(data.size + 3, np.uint8)
+    codec.decode(encoded, shape, into[1:-2])
+    assert np.array_equal(into[1:-2], round_trip(codec, data, shape))
+    assert not into[0] and not into[-2:].any()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_encoded_bytes_of_another_length_are_refused(codec: QuantizedCodec) -> None:
+    encoded = codec.encode(parts.random_part(SHAPE), SHAPE)
+    assert isinstance(encoded, np.ndarray)
+    into = np.empty(SHAPE.nbytes, np.uint8)
+    with pytest.raises(EncodingError, match=f"which takes {encoded.size}"):
+        codec.decode(encoded[:-1], SHAPE, into)
+    with pytest.raises(EncodingError, match="cannot be"):
+        codec.decode(encoded, None, into)
+    with pytest.raises(EncodingError, match="cannot be"):
+        codec.decode(encoded, SHAPE, into[:-2])
+
+
+def test_int4_with_small_groups_is_more_exact_than_with_whole_heads() -> None:
+    """The reason for their size: a token's largest channel makes the others of its group coarse."""
+    shape = dataclasses.replace(SHAPE, channels=128)
+    data = parts.random_part(shape)
+    numbers = parts.to_numbers(data, shape)[:, 1]
+    scale = np.abs(numbers).max(axis=-1, keepdims=True) / 7
+    whole = np.sqrt(((np.rint(numbers / scale) * scale - numbers) ** 2).mean())
+    values = parts.to_numbers(round_trip(CODECS[1], data, shape), shape)[:, 1]
+    assert np.sqrt(((values - numbers) ** 2).mean()) < 0.9 * whole

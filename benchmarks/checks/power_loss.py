@@ -1,12 +1,12 @@
 """The disk tier under simulated power cuts.
 
 Runs the real store through random writes, replacements, removals of some and of all, pins, overlapping calls
-and restarts, some with less room, over a disk whose power is cut at a random point: of what was not synced,
-any part is left, torn by sectors or pages and out of order, sizes and names of files included. Then the
-store is opened on what is left, and must have every block that it said was stored and none that it said was
-removed, each with exactly its bytes, in slots of their own, and pinned as it said; and it goes on from there
-to the next cut. A case is reproduced by its seed: --seed SEED --cases 1. A case that fails is made smaller
-by leaving out what it does not need.
+and restarts, some with less room, over a disk (in half of the cases two, with a directory on each) whose power
+is cut at a random point: of what was not synced, any part is left, torn by sectors or pages and out of order,
+sizes and names of files included. Then the store is opened on what is left, and must have every block that it
+said was stored and none that it said was removed, each with exactly its bytes, in slots of their own, and
+pinned as it said; and it goes on from there to the next cut. A case is reproduced by its seed: --seed SEED
+--cases 1. A case that fails is made smaller by leaving out what it does not need.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Finding:
         for life in self.lives:
             lines += [f"    {step}" for step in life.steps]
             where = "commits" if life.in_commit else "journal"
-            lines.append(f"    power cut at {life.cut:.3f} of the {where}, choices {life.choices}")
+            drives = f", {life.drives} directories" if life.drives > 1 else ""
+            lines.append(f"    power cut at {life.cut:.3f} of the {where}, choices {life.choices}{drives}")
         return "\n".join(lines)
 
 
@@ -55,13 +56,13 @@ def run_case(lives: Sequence[Life], folder: Path) -> int:
     acknowledged = 0
     root = _fresh(folder)
     for ordinal, life in enumerate(lives):
-        player = Player(root, world)
+        player = Player(root, world, life.drives)
         try:
             player.play(life.steps)
             position = life.position(player.ops.journal)
             after = _fresh(folder)
             player.ops.cut(position, life.choices, after / "disk")
-            world = audit(after / "disk", world, player.calls, position)
+            world = audit(after / "disk", world, player.calls, position, life.drives)
         except Violation as error:
             raise Violation(str(error), ordinal) from error
         except Exception as error:
@@ -91,14 +92,14 @@ def _fails(lives: Sequence[Life], folder: Path) -> tuple[str, tuple[Life, ...]] 
     world, root = World(), _fresh(folder)
     try:
         for ordinal, life in enumerate(lives):
-            player = Player(root, world)
+            player = Player(root, world, life.drives)
             player.play(life.steps)
             events = len(player.ops.journal)
             last = ordinal == len(lives) - 1
             cuts = [life]
             if last:
                 cuts = [
-                    Life(life.steps, (at + 0.5) / (events + 1), choices)
+                    Life(life.steps, (at + 0.5) / (events + 1), choices, drives=life.drives)
                     for at in range(events + 1)
                     for choices in range(_SHRINK_CHOICES)
                 ]
@@ -107,7 +108,7 @@ def _fails(lives: Sequence[Life], folder: Path) -> tuple[str, tuple[Life, ...]] 
                 after = _fresh(folder)
                 player.ops.cut(position, cut.choices, after / "disk")
                 try:
-                    found = audit(after / "disk", world, player.calls, position)
+                    found = audit(after / "disk", world, player.calls, position, life.drives)
                 except Violation as error:
                     return str(error), (*lives[:ordinal], cut)
                 if last:

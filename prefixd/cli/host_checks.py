@@ -137,32 +137,47 @@ def _check_kernel() -> Check:
 
 
 def _check_disk(settings: Settings, root: Path) -> Iterator[Check]:
-    path = settings.disk_path
-    folder = path
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        free, device = shutil.disk_usage(folder).free, folder.stat().st_dev
-    except OSError as error:
-        yield Check("disk", f"{folder} cannot be read ({error.strerror})", "choose another disk.path")
-        return
+    """Findings about each directory, and about the room of all: `disk.bytes` counts them together."""
+    paths = list(settings.disk_paths.values())
+    folders = [_nearest_folder(path) for path in paths]
+    free: dict[int, int] = {}
+    for path, folder in zip(paths, folders, strict=True):
+        try:
+            left, device = shutil.disk_usage(folder).free, folder.stat().st_dev
+        except OSError as error:
+            yield Check("disk", f"{folder} cannot be read ({error.strerror})", "choose another directory")
+            return
+        if device in free:
+            yield Check("disk", f"{path} is on the same device as another directory of the tier", "use another drive")
+        free[device] = left
+        yield _check_device(path, left, device, root)
+    total = sum(free.values())
+    allocated = sum(slab.stat().st_blocks * 512 for path in paths for slab in path.glob("slabs/*.slab"))
+    found = f"{as_size(total)} are free; the disk tier may take {as_size(settings.disk.bytes)}"
+    lacking = settings.disk.bytes - allocated - total
+    remedy = f"free space there, lower disk.bytes by {as_size(lacking)}, or choose another disk.path"
+    yield Check("disk space", found, remedy if lacking > 0 else "")
+    yield from (_check_direct_io(settings, folder) for folder in folders)
+
+
+def _nearest_folder(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there."""
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _check_device(path: Path, free: int, device: int, root: Path) -> Check:
     kind, what = _file_system(device, root), _device(device, root)
-    found = f"{path}: {kind}{what}, {as_size(free)} free; the disk tier may take {as_size(settings.disk.bytes)}"
-    allocated = sum(slab.stat().st_blocks * 512 for slab in path.glob("slabs/*.slab"))
-    lacking = settings.disk.bytes - allocated - free
-    if lacking > 0:
-        yield Check(
-            "disk", found, f"free space there, lower disk.bytes by {as_size(lacking)}, or choose another disk.path"
-        )
-    elif kind == "tmpfs":
-        yield Check("disk", found, "this is memory, and lost at a restart of the host; choose another disk.path")
+    found = f"{path}: {kind}{what}, {as_size(free)} free"
+    remedy = ""
+    if kind == "tmpfs":
+        remedy = "this is memory, and lost at a restart of the host; choose another directory"
     elif kind in _NETWORK:
-        yield Check("disk", found, "choose a local disk: loading over the network may take longer than computing")
+        remedy = "choose a local disk: loading over the network may take longer than computing"
     elif "spinning" in what:
-        yield Check("disk", found, "choose a solid-state disk: loading from this one may take longer than computing")
-    else:
-        yield Check("disk", found)
-    yield _check_direct_io(settings, folder)
+        remedy = "choose a solid-state disk: loading from this one may take longer than computing"
+    return Check("disk", found, remedy)
 
 
 def _check_direct_io(settings: Settings, folder: Path) -> Check:

@@ -13,7 +13,9 @@ from pathlib import Path
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import Tier
 from prefixd.v1 import admin_pb2
+from prefixd_swap import FormatError
 from prefixd_swap.memory_limit import cgroup_limit
+from prefixd_swap.slab.drives import list_drives
 
 _DESCRIPTORS = 4096  # 256 slabs, 256 sessions and their connections, and as many again for a worker and its files
 _MAPPINGS = 65_530  # the kernel's default
@@ -163,13 +165,20 @@ def _check_control_group(pid: int, tiers: dict[int, admin_pb2.TierStats], root: 
 
 
 def _check_disk_space(path: Path, disk: admin_pb2.TierStats) -> Check:
+    """The space of the directories of the disk tier whose first is `path`."""
     try:
-        free = shutil.disk_usage(path).free
+        paths = [path, *list_drives(path)]
+        free = sum({each.stat().st_dev: shutil.disk_usage(each).free for each in paths}.values())
     except OSError as error:
-        return Check("disk space", f"this user cannot read {path} ({error.strerror})")
-    allocated = sum(slab.stat().st_blocks * 512 for slab in path.glob("slabs/*.slab"))
+        return Check("disk space", f"this user cannot read {error.filename} ({error.strerror})")
+    except FormatError as error:
+        return Check("disk space", f"{error}")
+    allocated = sum(slab.stat().st_blocks * 512 for each in paths for slab in each.glob("slabs/*.slab"))
     wanted = max(disk.capacity_bytes - allocated, 0)
-    found = f"{path} has {as_size(free)} left; the disk tier may grow by {as_size(wanted)}"
+    names = " and ".join(map(str, paths))
+    found = f"{names} have {as_size(free)} left; the disk tier may grow by {as_size(wanted)}"
+    if len(paths) == 1:
+        found = f"{path} has {as_size(free)} left; the disk tier may grow by {as_size(wanted)}"
     if free < wanted:
         return Check("disk space", found, f"free space there, or lower disk.bytes by {as_size(wanted - free)}")
     return Check("disk space", found)

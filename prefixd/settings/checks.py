@@ -29,7 +29,8 @@ def check_start(settings: Settings, root: Path = Path("/")) -> None:
     """
     _check_directory("data_dir", settings.data_dir)
     if settings.disk.bytes:
-        _check_directory("disk.path", settings.disk_path)
+        for name, path in settings.disk_paths.items():
+            _check_directory(name, path)
     _check_socket(settings.server.socket)
     worker = settings.worker
     named = [("model", worker.model), ("draft_model", worker.draft_model)]

@@ -159,8 +159,14 @@ class Settings(Section):
 
     @property
     def disk_path(self) -> Path:
-        """The directory of the disk tier."""
+        """The directory of the disk tier, which has its index."""
         return self.disk.path or self.data_dir / "blocks"
+
+    @property
+    def disk_paths(self) -> dict[str, Path]:
+        """All directories of the disk tier, by the settings that name them."""
+        more = self.disk.more_paths
+        return {"disk.path": self.disk_path} | {f"disk.more_paths[{at}]": path for at, path in enumerate(more)}
 
     @classmethod
     def load(

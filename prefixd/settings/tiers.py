@@ -11,7 +11,7 @@ from pydantic import model_validator as check_together
 
 from prefixd.base.codec_names import CodecName
 from prefixd.base.sizes import parse_room
-from prefixd.settings.field_types import AbsolutePath, Bytes, BytesOrAuto, Count, Seconds, Section
+from prefixd.settings.field_types import AbsolutePath, Bytes, BytesOrAuto, Count, Seconds, Section, listed_texts
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -149,6 +149,12 @@ class DiskSettings(Section):
     start."""
     path: AbsolutePath | None = None
     """Directory of the tier; by default `blocks` in data_dir."""
+    more_paths: Annotated[tuple[AbsolutePath, ...], BeforeValidator(listed_texts)] = ()
+    """Further directories of the tier, each on a drive of its own: every prefix is spread over all, so that one load
+    reads from all drives at once. The index stays in `path`. `bytes` counts them all together."""
+    drop_missing: bool = False
+    """Start without directories of `more_paths` that are gone, and lose the blocks in them. Without it the daemon then
+    refuses to start: the drive may not be mounted."""
     scrub_bytes_per_s: Bytes = 16 << 20
     """The most bytes that the scrubber reads in a second, to find damage before a reader does; 0: off. A block below 16
     KiB counts as 16 KiB."""

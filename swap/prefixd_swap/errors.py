@@ -67,6 +67,10 @@ class KeyFileError(SwapError):
     """The content of a key file is not a list of keys."""
 
 
+class MissingDriveError(StorageError):
+    """A directory that has some of a store's blocks is not there; the store can be opened without them."""
+
+
 class LostBytesError(StorageError):
     """The file that had the bytes is gone or too short; retrying the read does not help."""
 

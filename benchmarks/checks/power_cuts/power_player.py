@@ -84,23 +84,24 @@ class Violation(Exception):
 class Player:
     """Lives one life: opens the store in `root`, takes the steps, and remembers what was promised when."""
 
-    def __init__(self, root: Path, world: World) -> None:
+    def __init__(self, root: Path, world: World, drives: int = 1) -> None:
         self.ops = PowerCutOps(root)
         self.calls: list[Call] = []
         self._root = root
+        self._drives = drives
         self._world = world.copy()
         self._alive: list[np.ndarray[Any, Any]] = []
 
     def play(self, steps: Sequence[Step]) -> None:
         """Take the steps; the store's own errors go through."""
-        store = open_store(self._root / "store", self.ops)
+        store = open_store(self._root, self.ops, self._drives)
         try:
             for step in steps:
                 match step:
                     case Restart(pages):
                         store.close()
                         begin = len(self.ops.journal)
-                        store = open_store(self._root / "store", self.ops, pages)
+                        store = open_store(self._root, self.ops, self._drives, pages)
                         self._done(begin, self._dropped(store, pages))
                     case Register(numbers, kept):
                         for number in numbers:
@@ -229,7 +230,7 @@ class Player:
         return Span(int(array.ctypes.data), len(content))
 
 
-def audit(root: Path, before: World, calls: Sequence[Call], position: int) -> World:
+def audit(root: Path, before: World, calls: Sequence[Call], position: int, drives: int = 1) -> World:
     """Open what a cut at `position` left and hold it against what was promised until then; what the store holds.
 
     Raises Violation: a promise was broken.
@@ -246,7 +247,7 @@ def audit(root: Path, before: World, calls: Sequence[Call], position: int) -> Wo
             unsure_pins |= call.pins.keys()
             unsure_namespaces |= call.namespaces.keys()
     try:
-        store = open_store(root / "store", None)
+        store = open_store(root, None, drives)
     except Exception as error:
         raise Violation(f"the store cannot be opened again: {error!r}") from error
     try:
@@ -298,9 +299,16 @@ def _audit(
     return World(found, named, pins)
 
 
-def open_store(path: Path, ops: PowerCutOps | None, pages: int = CAPACITY_PAGES) -> SlabStore:
+def open_store(root: Path, ops: PowerCutOps | None, drives: int, pages: int = CAPACITY_PAGES) -> SlabStore:
     """The store as every case has it: small slabs, and one thread so that a case can be repeated."""
-    return SlabStore.open(path, pages * PAGE_BYTES, slab_bytes=4 * PAGE_BYTES, io_threads=1, ops=ops)
+    return SlabStore.open(
+        root / "store",
+        pages * PAGE_BYTES,
+        slab_bytes=4 * PAGE_BYTES,
+        io_threads=1,
+        ops=ops,
+        more_paths=[root / f"drive{number}" for number in range(1, drives)],
+    )
 
 
 def _read(store: SlabStore, nbytes: int, part: Any) -> bytes:

@@ -78,6 +78,8 @@ class Life:
     choices: int
     in_commit: bool = False
     """`cut` counts the commits alone: the power goes during one of them."""
+    drives: int = 1
+    """Directories of slabs, the same number in all lives of a case."""
 
     def position(self, journal: Sequence[Event]) -> int:
         """The event of the journal during which the power goes; its length when it goes after the last."""
@@ -90,6 +92,7 @@ class Life:
 def draw(seed: int) -> tuple[Life, ...]:
     """The case of this seed."""
     rng = random.Random(seed)
+    drives = random.Random(f"drives {seed}").choice([1, 2])
     fills = count(seed * 1000)
     return tuple(
         Life(
@@ -97,6 +100,7 @@ def draw(seed: int) -> tuple[Life, ...]:
             rng.random(),
             rng.getrandbits(32),
             rng.random() < 0.5,
+            drives,
         )
         for _ in range(rng.choice([1, 1, 2, 3]))
     )

@@ -70,7 +70,8 @@ def _tier_lines(settings: Settings, device: str, store: SlabStore | None) -> Ite
         yield "no disk tier: the cache is lost when the daemon ends"
     else:
         yield (
-            f"disk tier: {as_size(settings.disk.bytes)} in {settings.disk_path}, {as_size(store.used_bytes)} used, "
+            f"disk tier: {as_size(settings.disk.bytes)} in {', '.join(map(str, settings.disk_paths.values()))}, "
+            f"{as_size(store.used_bytes)} used, "
             f"I/O {store.io} by {settings.disk.io_threads} threads"
         )
     if settings.remote.url is not None:

@@ -16,7 +16,16 @@ from prefixd.server.access.socket_access import make_private
 from prefixd.server.startup.remote_store import open_remote
 from prefixd.serving.dispatch.wiring import make_cache
 from prefixd.settings import Settings
-from prefixd_swap import CpuArena, FileOps, HostPin, ShrinkError, SlabStore, SwapError, create_copy_engine
+from prefixd_swap import (
+    CpuArena,
+    FileOps,
+    HostPin,
+    MissingDriveError,
+    ShrinkError,
+    SlabStore,
+    SwapError,
+    create_copy_engine,
+)
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +114,8 @@ def open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -
     if not settings.disk.bytes:
         return None
     path = settings.disk_path
-    make_private("disk.path", path)
+    for name, each in settings.disk_paths.items():
+        make_private(name, each)
     try:
         store = SlabStore.open(
             path,
@@ -114,7 +124,14 @@ def open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -
             io_threads=settings.disk.io_threads,
             ops=ops,
             shrink=settings.disk.shrink,
+            more_paths=settings.disk.more_paths,
+            drop_missing=settings.disk.drop_missing,
         )
+    except MissingDriveError as error:
+        raise ConfigError(
+            f"disk.more_paths: {error}; mount its drive and name it in disk.more_paths, or set disk.drop_missing = "
+            "true to start without it and lose these blocks"
+        ) from error
     except ShrinkError as error:
         raise ConfigError(
             f"disk.bytes = {settings.disk.bytes}: {error} in disk.path = {path}; raise disk.bytes, or set "

@@ -69,6 +69,13 @@ class PageLists:
             del self.empty[length]
         return pages
 
+    def take_empty_at(self, length: int, at: int) -> int:
+        """Remove and return one empty page of `length` bytes, by its position."""
+        page = self.empty[length].pop(at)
+        if not self.empty[length]:
+            del self.empty[length]
+        return page
+
     def add_free(self, slot: int, count: int) -> None:
         """Count free slots of listed pages; a negative `count` removes them."""
         self.free[slot] += count

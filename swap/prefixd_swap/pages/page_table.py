@@ -45,6 +45,8 @@ class Range:
     units: int
     open: bool = True
     """Whether slots in it are allocated."""
+    lane: int = 0
+    """Ranges of one lane share a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ class PageTable:
 
     # -- ranges -------------------------------------------------------------------------------------------------
 
-    def add(self, start: int, nbytes: int) -> None:
-        """Add a range, behind all others.
+    def add(self, start: int, nbytes: int, lane: int = 0) -> None:
+        """Add a range of a lane, behind all others.
 
         Raises:
             MemoryMisuseError: it is empty, or begins before the end of another.
@@ -127,7 +129,7 @@ class PageTable:
         units = -(-nbytes >> self._shift)
         addresses = start + (np.arange(units, dtype=np.int64) << self._shift)
         ends = np.minimum(addresses + (1 << self._shift), start + nbytes)
-        self.ranges.append(Range(start, nbytes, len(self.head), units))
+        self.ranges.append(Range(start, nbytes, len(self.head), units, lane=lane))
         self.starts.append(start)
         fresh = np.zeros(units, np.int64)
         self.address = np.concatenate([self.address, addresses])
@@ -264,6 +266,24 @@ class PageTable:
         found = self.ranges[at]
         inside = offset - found.start
         return self.one.head[found.first + (inside >> self._shift)] if inside < found.nbytes else None
+
+    def lane_of(self, offset: int) -> int | None:
+        """The lane of the range that an offset lies in; None outside the ranges."""
+        at = bisect_right(self.starts, offset) - 1
+        if at < 0 or offset >= self.ranges[at].start + self.ranges[at].nbytes:
+            return None
+        return self.ranges[at].lane
+
+    def first_in(self, pages: list[int], lane: int | None) -> int:
+        """The position in `pages`, which are ascending and not empty, of the first in a lane; 0 if none is."""
+        if lane is None:
+            return 0
+        for each in self.ranges:
+            if each.lane == lane:
+                at = bisect_left(pages, each.first)
+                if at < len(pages) and pages[at] < each.first + each.units:
+                    return at
+        return 0
 
     def units_of(self, offsets: Int64s) -> Int64s:
         """The units that offsets lie in, [n].

@@ -74,9 +74,9 @@ class PageAllocator:
 
     # -- ranges -------------------------------------------------------------------------------------------------
 
-    def add(self, start: int, nbytes: int) -> None:
+    def add(self, start: int, nbytes: int, lane: int = 0) -> None:
         """As `PageTable.add`."""
-        self._table.add(start, nbytes)
+        self._table.add(start, nbytes, lane)
         self._cut(self.page_bytes)
 
     def remove(self, start: int) -> None:
@@ -99,6 +99,10 @@ class PageAllocator:
             each.open = True
         self._cut(self.page_bytes)
 
+    def lane_of(self, offset: int) -> int | None:
+        """As `PageTable.lane_of`."""
+        return self._table.lane_of(offset)
+
     def used_in(self, start: int) -> int:
         """As `PageTable.used_in`."""
         return self._table.used_in(start)
@@ -109,18 +113,19 @@ class PageAllocator:
 
     # -- allocation ---------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, near: int | None = None) -> int | None:
+    def allocate(self, nbytes: int, near: int | None = None, lane: int | None = None) -> int | None:
         """Take a slot for `nbytes` bytes and return its offset; None when there is no room for this size.
 
         Args:
             nbytes: rounded up to 4096.
             near: offset of another slot of the same prefix; ignored if it is in no range any more.
+            lane: of a page that is not the one of `near`; another lane if this one has no room, and any by default.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive.
         """
         slot = round_to_slot(nbytes)
-        page = self._choose(slot, near)
+        page = self._choose(slot, near, lane)
         if page is None:
             return None
         taken = self._table.taken[page]
@@ -328,22 +333,28 @@ class PageAllocator:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _choose(self, slot: int, near: int | None) -> int | None:
+    def _choose(self, slot: int, near: int | None, lane: int | None = None) -> int | None:
         """A page with a free slot of this size, by the steps in the module's docstring; None when there is none."""
-        page = self._choose_partial(slot, near)
+        page = self._choose_partial(slot, near, lane)
         if page is not None or not self._admit(slot):
             return page
-        page = self._open_page(slot)
+        page = self._open_page(slot, lane)
         if page is None and slot in self._lists.partial and self.order is not PageOrder.OWN:
-            return self._lists.partial[slot][0]
+            return self._lowest_partial(slot, lane)
         return page
 
-    def _choose_partial(self, slot: int, near: int | None) -> int | None:
+    def _lowest_partial(self, slot: int, lane: int | None) -> int:
+        pages = self._lists.partial[slot]
+        return pages[self._table.first_in(pages, lane)]
+
+    def _choose_partial(self, slot: int, near: int | None, lane: int | None = None) -> int | None:
         """A page with taken and free slots of this size that comes before an empty one: steps 1 and 3."""
         page = self._near(slot, near)
         if page is not None or self.order is not PageOrder.FEW_FREE or slot not in self._lists.partial:
             return page
-        return self._lists.partial[slot][0] if self._lists.free_bytes >= self.capacity_bytes // _SPREAD_SHARE else None
+        return (
+            self._lowest_partial(slot, lane) if self._lists.free_bytes >= self.capacity_bytes // _SPREAD_SHARE else None
+        )
 
     def _near(self, slot: int, near: int | None) -> int | None:
         """The page of `near`, if it has a free slot of this size."""
@@ -377,13 +388,16 @@ class PageAllocator:
         self._table.cut(page_bytes)
         self._lists.rebuild(self._table)
 
-    def _open_page(self, slot: int) -> int | None:
-        """Cut an empty page into slots of this size: of the best length, the lowest; None when there is none."""
+    def _open_page(self, slot: int, lane: int | None) -> int | None:
+        """Cut an empty page into slots of this size: of the best length, the lowest; None when there is none.
+
+        The lowest of `lane` if that has one.
+        """
         length = self._lists.best_length(slot)
         if length is None:
             return None
         table, lists = self._table, self._lists
-        (page,) = lists.take_empty(length, 1)
+        page = lists.take_empty_at(length, table.first_in(lists.empty[length], lane))
         count = length // slot
         table.one.slot[page] = slot
         table.one.count[page] = count

@@ -15,11 +15,13 @@ import fcntl
 import logging
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
 
 from prefixd_swap.errors import DirectoryInUseError, FormatError
+from prefixd_swap.slab.drives import IDENTITY, open_drives, replace_file
 from prefixd_swap.slab.files.file_ops import FileOps, storage_error
 from prefixd_swap.slab.files.io import DiskIo, try_read, usable
 from prefixd_swap.slots import PAGE_BYTES
@@ -37,18 +39,26 @@ _CHECK = struct.Struct("<Q")
 
 
 class DataDirectory:
-    """A directory held for this process alone until `close`."""
+    """A directory held for this process alone until `close`, with further directories for slabs."""
 
-    def __init__(self, path: Path, ops: FileOps) -> None:
-        """Create or take the directory.
+    def __init__(self, path: Path, ops: FileOps, others: Sequence[Path] = (), *, drop_missing: bool = False) -> None:
+        """Create or take the directories.
+
+        Args:
+            path: the directory.
+            ops: file calls.
+            others: further directories for slabs, see `drives`.
+            drop_missing: see `open_drives`.
 
         Raises:
             DirectoryInUseError: another store holds it.
             FormatError: it holds files of another version, or files that are not prefixd's.
-            StorageError: it cannot be made, read or written.
+            MissingDriveError: a further directory is not there.
+            StorageError: one cannot be made, read or written.
         """
         self.path = path
-        self.slabs = path / "slabs"
+        self.slabs = [folder / "slabs" for folder in (path, *others)]
+        """The folders of slabs."""
         self.index = path / "index"
         self.version = RAW_VERSION
         """The format of what is there."""
@@ -62,8 +72,11 @@ class DataDirectory:
         try:
             self._lock()
             self._check_superblock()
-            ops.mkdir(self.slabs)
+            ops.mkdir(self.slabs[0])
             ops.sync_directory(path)
+            if others:
+                self.allow_coded()
+            open_drives(path, others, ops, drop_missing=drop_missing)
         except OSError as error:
             os.close(self._fd)
             raise storage_error(f"preparing the data directory {path}", error) from error
@@ -72,37 +85,42 @@ class DataDirectory:
             raise
 
     def usable_io(self, wanted: DiskIo) -> DiskIo:
-        """`wanted` if the file system and the kernel support it, else buffered.
+        """`wanted` if every directory's file system and the kernel support it, else buffered.
 
         Raises:
-            StorageError: it cannot be read at all.
+            StorageError: one cannot be read at all.
         """
-        name = self.path / "SUPERBLOCK"
-        try:
-            return usable(wanted, name, self._ops)
-        except OSError as error:
-            raise storage_error(f"reading {name}", error) from error
+        found = wanted
+        for name in self._samples():
+            try:
+                found = usable(found, name, self._ops)
+            except OSError as error:
+                raise storage_error(f"reading {name}", error) from error
+        return found
 
     def try_read(self, io: DiskIo) -> None:
-        """Read the beginning of the superblock from the device.
+        """Read the beginning of a small file of each directory from the device.
 
         Raises:
-            StorageError: the device refuses.
+            StorageError: a device refuses.
         """
-        name = self.path / "SUPERBLOCK"
-        try:
-            try_read(name, self._ops, io)
-        except OSError as error:
-            raise storage_error(f"reading {name}", error) from error
+        for name in self._samples():
+            try:
+                try_read(name, self._ops, io)
+            except OSError as error:
+                raise storage_error(f"reading {name}", error) from error
 
     def try_write(self) -> None:
-        """Write a page to a new file, sync it, and delete it.
+        """In each directory write a page to a new file, sync it, and delete it.
 
         Raises:
             DiskFullError: there is no room for a page.
-            StorageError: the device or the file system refuses.
+            StorageError: a device or a file system refuses.
         """
-        name = self.path / "PROBE"
+        for folder in self.slabs:
+            self._try_write(folder.parent / "PROBE")
+
+    def _try_write(self, name: Path) -> None:
         try:
             fd = self._ops.open(name, os.O_RDWR | os.O_CREAT)
             try:
@@ -116,7 +134,7 @@ class DataDirectory:
             raise storage_error(f"writing {name}", error) from error
 
     def allow_coded(self) -> None:
-        """Make the format the one that has coded parts, before the first of them is written.
+        """Make the format the one that has coded parts, and further directories, before the first of them is there.
 
         Raises:
             StorageError: the superblock cannot be written.
@@ -133,6 +151,10 @@ class DataDirectory:
         except OSError as error:
             raise storage_error(f"writing the superblock of {self.path}", error) from error
         self.version = VERSION
+
+    def _samples(self) -> list[Path]:
+        """A small file of each directory."""
+        return [self.path / "SUPERBLOCK", *(folder.parent / IDENTITY for folder in self.slabs[1:])]
 
     def close(self) -> None:
         """Release the directory for other processes."""
@@ -206,15 +228,7 @@ class DataDirectory:
         return fault, remedy  # also for a later format with other fields after the version
 
     def _write_superblock(self, name: Path, content: bytes) -> None:
-        fresh = name.with_name(f"{name.name}.new")
-        fd = self._ops.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            self._ops.pwrite(fd, memoryview(content), 0)
-            self._ops.fdatasync(fd)
-        finally:
-            os.close(fd)
-        self._ops.rename(fresh, name)
-        self._ops.sync_directory(self.path)
+        replace_file(name, content, self._ops)
         with contextlib.suppress(OSError):  # this user may lack the right to open the parent
             self._ops.sync_directory(self.path.parent)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,11 +24,19 @@ log = logging.getLogger(__name__)
 
 
 def open_parts(
-    path: Path, capacity_bytes: int, slab_bytes: int | None, io: DiskIo, ops: FileOps, shrink: bool
+    path: Path,
+    capacity_bytes: int,
+    slab_bytes: int | None,
+    io: DiskIo,
+    ops: FileOps,
+    *,
+    shrink: bool,
+    more_paths: Sequence[Path],
+    drop_missing: bool,
 ) -> tuple[DataDirectory, SlabIndex, SlabFiles, Recovery, Records]:
     """The parts of a store and the recovered blocks; arguments and errors as `SlabStore.open`."""
     with ExitStack() as undo:
-        directory = DataDirectory(path, ops)
+        directory = DataDirectory(path, ops, more_paths, drop_missing=drop_missing)
         undo.callback(directory.close)
         _note_absent(directory, ops)
         index = SlabIndex(directory.index, ops)
@@ -57,7 +66,7 @@ def _note_absent(directory: DataDirectory, ops: FileOps) -> None:
     try:
         if (directory.index / "data.mdb").exists():
             return
-        slabs = [path for path in directory.slabs.glob("*.slab") if path.stat().st_size]
+        slabs = [path for folder in directory.slabs for path in folder.glob("*.slab") if path.stat().st_size]
         if slabs and not list_set_aside(directory.index):  # else a crash interrupted its replacement
             reason = f"the index is gone, and {len(slabs)} slab files are there"
             set_copy_aside(directory.index, ops, reason, None)

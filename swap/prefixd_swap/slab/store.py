@@ -90,6 +90,8 @@ class SlabStore:
         io_threads: int = 4,
         ops: FileOps | None = None,
         shrink: bool = True,
+        more_paths: Sequence[Path] = (),
+        drop_missing: bool = False,
     ) -> Self:
         """Open or create the store in `path`, and drop blocks that a crash or a lost file has made unusable.
 
@@ -105,16 +107,28 @@ class SlabStore:
             io_threads: parts that one `write` writes at a time.
             ops: file calls, for tests that inject faults.
             shrink: whether slabs with blocks may be deleted to meet a lowered capacity.
+            more_paths: further directories for slabs, each on a drive of its own; every prefix is spread over all.
+            drop_missing: open without further directories that are gone, and drop their blocks.
 
         Raises:
             ShrinkError: slabs with blocks would be deleted, and `shrink` is false; nothing has changed.
+            MissingDriveError: a further directory is gone, and `drop_missing` is false; nothing has changed.
             DirectoryInUseError: another store holds the directory.
             FormatError: the directory has files of another version.
             StorageError: it cannot be made, read or written.
         """
         from prefixd_swap.slab.opening import open_parts  # LMDB: engines, which import this package, have none
 
-        opened = open_parts(path, capacity_bytes, slab_bytes, io, ops or FileOps(), shrink)
+        opened = open_parts(
+            path,
+            capacity_bytes,
+            slab_bytes,
+            io,
+            ops or FileOps(),
+            shrink=shrink,
+            more_paths=more_paths,
+            drop_missing=drop_missing,
+        )
         return cls(*opened, io_threads)
 
     @property

@@ -37,13 +37,15 @@ def key(chain: int, block: int) -> bytes:
 class RestartMachine(RuleBasedStateMachine):
     """`blocks` by chain: a chain's blocks continue each other, and go from its end."""
 
+    drives = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory(prefix="prefixd-test-")
         self.lives = 0
         self.path = Path(self.folder.name) / "0"
         self.capacity = LARGE
-        self.store = SlabStore.open(self.path, self.capacity, slab_bytes=16 * PAGE)
+        self.store = self._opened()
         self.blocks: dict[int, list[Stored]] = {chain: [] for chain in range(CHAINS)}
         self.pins: set[bytes] = set()
         self.namespaces: dict[bytes, bytes] = {}
@@ -133,7 +135,7 @@ class RestartMachine(RuleBasedStateMachine):
         """A smaller store loses whole ends of chains, and nothing else."""
         self.store.close()
         self.capacity = LARGE if self.capacity == SMALL else SMALL
-        self.store = SlabStore.open(self.path, self.capacity, slab_bytes=16 * PAGE)
+        self.store = self._opened()
         there = {record.key for record in self.store.records()}
         for chain, blocks in self.blocks.items():
             kept = sum(key(chain, place) in there for place in range(len(blocks)))
@@ -143,8 +145,12 @@ class RestartMachine(RuleBasedStateMachine):
             del blocks[kept:]
         self._compare()
 
+    def _opened(self) -> SlabStore:
+        more = [self.path / f"drive{number}" for number in range(1, self.drives)]
+        return SlabStore.open(self.path / "store", self.capacity, slab_bytes=16 * PAGE, more_paths=more)
+
     def _open(self) -> None:
-        self.store = SlabStore.open(self.path, self.capacity, slab_bytes=16 * PAGE)
+        self.store = self._opened()
         assert self.store.set_aside() == [] and not self.store.recovery.lost
         self._compare()
 
@@ -176,6 +182,13 @@ class RestartMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
+class DrivesMachine(RestartMachine):
+    """Slabs in three directories."""
+
+    drives = 3
+
+
 @pytest.mark.slow
-def test_everything_survives_restarts() -> None:
-    run_state_machine_as_test(RestartMachine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))
+@pytest.mark.parametrize("machine", [RestartMachine, DrivesMachine])
+def test_everything_survives_restarts(machine: type[RestartMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))

@@ -99,14 +99,33 @@ def recover_command(
 def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
     from prefixd.cache.disk.restore import is_usable
     from prefixd.cli.output.progress import blocks_bar
-    from prefixd_swap import DirectoryInUseError, ShrinkError, SlabStore, StorageError, SwapError, discard, salvage
+    from prefixd_swap import (
+        DirectoryInUseError,
+        MissingDriveError,
+        ShrinkError,
+        SlabStore,
+        StorageError,
+        SwapError,
+        discard,
+        salvage,
+    )
 
     if not settings.disk.bytes:
         raise WrongUsage("disk.bytes = 0: there is no disk tier; give the settings of `prefixd serve`")
     try:
-        store = SlabStore.open(settings.disk_path, settings.disk.bytes, io=settings.disk.io, shrink=False)
+        store = SlabStore.open(
+            settings.disk_path,
+            settings.disk.bytes,
+            io=settings.disk.io,
+            shrink=False,
+            more_paths=settings.disk.more_paths,
+        )
     except DirectoryInUseError as error:
         raise CommandFailed(f"{error}; stop the daemon before you recover") from error
+    except MissingDriveError as error:
+        raise WrongUsage(
+            f"disk.more_paths: {error}; mount its drive, and give the settings of `prefixd serve`"
+        ) from error
     except ShrinkError as error:
         raise WrongUsage(
             f"disk.bytes = {settings.disk.bytes}: {error}; give the settings of `prefixd serve`"

@@ -7,6 +7,7 @@ and so the pages, are rebuilt at a start from the records that name the slots.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from prefixd_swap.pages.pages import PageAllocator
 from prefixd_swap.slab.files.file_ops import FileOps, storage_error
 from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.slab.files.slab_file import INDEX_BITS, MAX_NUMBER, SlabFile, UnreadableSlabError
+from prefixd_swap.slab.files.striping import Striping
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 SLAB_BYTES = 64 << 20
@@ -45,7 +47,7 @@ class SlabFiles:
 
     def __init__(
         self,
-        folder: Path,
+        folders: Sequence[Path],
         capacity_bytes: int,
         ops: FileOps,
         slab_bytes: int | None = None,
@@ -56,8 +58,8 @@ class SlabFiles:
     ) -> None:
         """Open the existing slabs with every slot free; the caller then calls `claim` for the slots in use.
 
-        `slab_bytes` is by default 64 MiB, or the size that cuts the capacity into about 256 slabs. `io`: the way to
-        read and write them.
+        `folders` have the slabs, each on a drive of its own. `slab_bytes` is by default 64 MiB, or the size that cuts
+        the capacity into about 256 slabs. `io`: the way to read and write them.
 
         If the slabs exceed the capacity, because it was lowered, slabs are deleted: first those that are not in
         `holding` (the numbers of slabs with blocks), then the newest. A slab that alone cannot be opened is left alone,
@@ -65,21 +67,22 @@ class SlabFiles:
 
         Raises:
             ShrinkError: a slab in `holding` would be deleted and `shrink` is false; nothing was deleted.
-            StorageError: no slab can be opened, or a slab cannot be deleted.
+            StorageError: no slab can be opened, a slab cannot be deleted, or two folders have a slab of one number.
         """
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0  # of all files
         self.freed = 0  # slots freed so far
-        self._folder = folder
+        self._folders = folders
         self._slab_bytes = slab_bytes or max(SLAB_BYTES, capacity_bytes // MAX_SLABS)
         self.io = io
         self._ops = ops
         self._slabs: dict[int, SlabFile] = {}
         self._pages = PageAllocator(capacity_bytes)
         self._next_number = 1
-        self._full_at: int | None = None  # bytes the file system had left when it last refused a slab
+        self._striping = Striping(len(folders))
+        self._full_at: dict[int, int] = {}  # by folder: bytes its file system had left when it last refused a slab
         found: list[SlabFile] = []
-        for path in sorted(folder.iterdir()):
+        for path in sorted((path for folder in folders for path in folder.iterdir()), key=lambda path: path.name):
             try:
                 slab = SlabFile.reopen(path, ops, io)
             except UnreadableSlabError as error:
@@ -115,10 +118,9 @@ class SlabFiles:
             DiskFullError: the file system refused a new slab. Until it has more space, later calls return None.
             StorageError: a slab could not be made or deleted for another reason.
         """
-        address = None if near is None else near << _SHIFT
-        offset = self._pages.allocate(nbytes, address)
-        if offset is None and self._add_slab(round_to_slot(nbytes)):
-            offset = self._pages.allocate(nbytes, address)
+        offset = self._striping.allocate(self._pages, nbytes, None if near is None else near << _SHIFT)
+        if offset is None and self._add_slabs(round_to_slot(nbytes)):
+            offset = self._striping.allocate(self._pages, nbytes, None if near is None else near << _SHIFT)
         return None if offset is None else offset >> _SHIFT
 
     def free(self, slots: Int64s) -> None:
@@ -300,32 +302,54 @@ class SlabFiles:
         self._slabs.clear()
         self._pages = PageAllocator(self.capacity_bytes)
 
-    def _add_slab(self, slot: int) -> bool:
-        """Make a slab for slots of `slot` bytes; deletes empty slabs that are too small if space is missing."""
+    def _add_slabs(self, slot: int) -> bool:
+        """Make a slab for slots of `slot` bytes in each of the folders with the fewest bytes of slabs.
+
+        False if there is no room. Deletes empty slabs that are too small if space is missing.
+        """
         wanted = self._new_slab_bytes(slot)
         for small in self._too_small(slot):
             if self._unassigned() >= wanted:
                 break
             self._delete(small)
+        allocated = {folder: 0 for folder in range(len(self._folders)) if not self._is_full(folder)}
+        for slab in self._slabs.values():
+            if (folder := self._folder_of(slab)) in allocated:
+                allocated[folder] += slab.nbytes
+        fewest = [folder for folder, nbytes in allocated.items() if nbytes == min(allocated.values())]
+        added = False
+        for folder in fewest:
+            try:
+                added |= self._add_slab(folder, slot, wanted)
+            except StorageError as error:
+                if not added and folder == fewest[-1]:
+                    raise
+                log.warning("%s; the other drives go on", error)
+        return added
+
+    def _add_slab(self, folder: int, slot: int, wanted: int) -> bool:
+        """Make a slab of `wanted` bytes, or fewer if the capacity is used up or the disk nearly full."""
         wanted = min(wanted, self._unassigned() // PAGE_BYTES * PAGE_BYTES)
-        if wanted < slot or not wanted or self.disk_is_full():
+        if wanted < slot or not wanted:
             return False
-        left = self._left_on_disk()
+        left = self._left_on_disk(folder)
         nbytes = min(wanted, (left - INDEX_RESERVE_BYTES) // PAGE_BYTES * PAGE_BYTES)
         try:
             if nbytes < min(wanted, _LEAST_SLOTS * slot):
                 raise DiskFullError(
-                    f"the file system of {self._folder} has {left} bytes left, too few for another slab; "
+                    f"the file system of {self._folders[folder]} has {left} bytes left, too few for another slab; "
                     "free space or lower the disk capacity"
                 )
             if self._next_number > MAX_NUMBER:
-                raise StorageError(f"{self._folder} has had {MAX_NUMBER} slabs; empty the directory to start again")
+                raise StorageError(
+                    f"{self._folders[folder]} has had {MAX_NUMBER} slabs; empty the directory to start again"
+                )
             number, self._next_number = self._next_number, self._next_number + 1
-            slab = SlabFile.create(self._folder, number, nbytes // PAGE_BYTES, self._ops, self.io)
+            slab = SlabFile.create(self._folders[folder], number, nbytes // PAGE_BYTES, self._ops, self.io)
         except DiskFullError:
-            self._full_at = left
+            self._full_at[folder] = left
             raise
-        self._full_at = None
+        self._full_at.pop(folder, None)
         self._add(slab)
         return True
 
@@ -342,16 +366,18 @@ class SlabFiles:
         return pages * (self._pages.page_bytes // slot) + rest // slot
 
     def disk_is_full(self) -> bool:
-        """Whether the file system refused a slab and has not gained a slab's worth of space since."""
-        if self._full_at is None:
-            return False
-        return self._left_on_disk() < self._full_at + min(self._slab_bytes, self._unassigned())
+        """Whether every file system refused a slab and has not gained a slab's worth of space since."""
+        return all(map(self._is_full, range(len(self._folders))))
 
-    def _left_on_disk(self) -> int:
+    def _is_full(self, folder: int) -> bool:
+        full_at = self._full_at.get(folder)
+        return full_at is not None and self._left_on_disk(folder) < full_at + min(self._slab_bytes, self._unassigned())
+
+    def _left_on_disk(self, folder: int) -> int:
         try:
-            return self._ops.free_bytes(self._folder)
+            return self._ops.free_bytes(self._folders[folder])
         except OSError as error:
-            raise storage_error(f"asking for the free space of {self._folder}", error) from error
+            raise storage_error(f"asking for the free space of {self._folders[folder]}", error) from error
 
     def _unassigned(self) -> int:
         return self.capacity_bytes - self.allocated_bytes
@@ -366,6 +392,9 @@ class SlabFiles:
 
     def _keep(self, found: Sequence[SlabFile], holding: Collection[int], shrink: bool) -> None:
         """Keeps as many slabs as the capacity allows and deletes the others."""
+        numbers = Counter(slab.number for slab in found)
+        if twins := [str(slab.path) for slab in found if numbers[slab.number] > 1]:
+            raise StorageError(f"{' and '.join(twins)} have the same number; delete the copy")
         kept_bytes, deleted = 0, []
         for slab in sorted(found, key=lambda slab: (slab.number not in holding, slab.number)):
             if kept_bytes + slab.nbytes > self.capacity_bytes:
@@ -388,14 +417,17 @@ class SlabFiles:
     def _add(self, slab: SlabFile) -> None:
         self._slabs[slab.number] = slab
         self.allocated_bytes += slab.nbytes
-        self._pages.add(_address(slab), slab.nbytes)
+        self._pages.add(_address(slab), slab.nbytes, self._folder_of(slab))
 
     def _delete(self, slab: SlabFile) -> None:
         slab.unlink()
         self._pages.remove(_address(slab))
         del self._slabs[slab.number]
         self.allocated_bytes -= slab.nbytes
-        self._full_at = None
+        self._full_at.clear()
+
+    def _folder_of(self, slab: SlabFile) -> int:
+        return self._folders.index(slab.path.parent)
 
 
 def _address(slab: SlabFile) -> int:

@@ -1,0 +1,52 @@
+"""A daemon whose disk tier lies in several directories: what it needs of them, and how a start says what is missing."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from prefixd.base.errors import ConfigError
+from prefixd.server.startup.storage import open_store
+from prefixd.settings import Settings
+from prefixd.settings.checks import check_start
+
+
+def settings(folder: Path, **disk: object) -> Settings:
+    named = {"bytes": "8MiB", "more_paths": f"{folder}/second,{folder}/third"} | disk
+    return Settings.load(None, {"data_dir": folder, **{f"disk.{name}": value for name, value in named.items()}}, {})
+
+
+def test_directories_are_listed_by_the_settings_that_name_them(tmp_path: Path) -> None:
+    assert settings(tmp_path).disk_paths == {
+        "disk.path": tmp_path / "blocks",
+        "disk.more_paths[0]": tmp_path / "second",
+        "disk.more_paths[1]": tmp_path / "third",
+    }
+    assert settings(tmp_path, more_paths="").disk_paths == {"disk.path": tmp_path / "blocks"}
+
+
+def test_a_directory_that_cannot_be_made_is_named_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "third").touch()
+    with pytest.raises(ConfigError, match=r"disk\.more_paths\[1\] = .*/third.* is not a directory"):
+        check_start(settings(tmp_path))
+
+
+async def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir(mode=0o777)
+    (tmp_path / "second").chmod(0o777)
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=r"disk\.more_paths\[0\] = .*can be written to by other users"):
+            open_store(settings(tmp_path), None, stack)
+
+
+async def test_a_drive_that_is_gone_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        assert open_store(settings(tmp_path), None, stack) is not None
+    shutil.rmtree(tmp_path / "third")
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=r"disk\.more_paths: .*/third.* not there.*disk\.drop_missing = true"):
+            open_store(settings(tmp_path), None, stack)
+        assert open_store(settings(tmp_path, drop_missing=True), None, stack) is not None

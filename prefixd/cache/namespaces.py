@@ -173,7 +173,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
             if part.rule is not None:
                 part.rule.check(named, self.block_tokens)
             if part.shape is not None:
-                check_shape(named, part.nbytes, part.rule, part.shape, self.block_tokens)
+                check_shape(named, part.nbytes, part.rule, part.shape)
         self._check_codec()
         embeddings = [part for part in self.parts if isinstance(part.rule, VisionEmbedding)]
         if 0 < len(embeddings) < len(self.parts):

@@ -9,9 +9,10 @@ from functools import cached_property
 from prefixd.base.rules.rules import RecurrentState, Window
 from prefixd.cache import PartSpec
 from prefixd.cache.rules.in_blocks import in_blocks
+from prefixd.serving.frame_shapes import frame_shape
 from prefixd.worker_protocol.protocol import GroupShape, Hello, Need, passed_blocks
 from prefixd_swap.block_layers import BlockLayers
-from prefixd_swap.group_shape import STRIDE_BYTES
+from prefixd_swap.group_shape import STRIDE_BYTES, Layout
 from prefixd_swap.padded_rows import PaddedRows
 
 
@@ -42,6 +43,7 @@ class KvShape:
         embeds: images have embeddings, in frames each.
         layers: how the layers lie in a block, of a model whose prefixes can be loaded layer by layer. All its
             layers keep everything, and a block is one slot. None for others.
+        dtype, layout: of the keys and values; without a dtype the parts state no shape.
     """
 
     groups: tuple[GroupShape, ...]
@@ -54,6 +56,8 @@ class KvShape:
     mapped_ahead: bool = False
     embeds: bool = False
     layers: BlockLayers | None = None
+    dtype: str = ""
+    layout: Layout = "token"
 
     @classmethod
     def of(cls, hello: Hello, step_tokens: int) -> KvShape:
@@ -64,7 +68,7 @@ class KvShape:
         embeds = hello.images is not None and hello.image_group is None
         return cls(
             *(hello.groups, hello.block_tokens, margin, step_tokens, hello.needs, pages, image_frames, ahead, embeds),
-            _layers_of(hello),
+            *(_layers_of(hello), hello.dtype, hello.layout),
         )
 
     @cached_property
@@ -194,7 +198,8 @@ class KvShape:
                     if not rows.packed_bytes:
                         rows = PaddedRows(frame_bytes, STRIDE_BYTES, frame_bytes)
                     nbytes = rows.packed_bytes
-                yield PartSpec(name, 0, nbytes, group.rule, rows)
+                shape = frame_shape(group, self.dtype, self.layout, self.block_tokens, nbytes, rows)
+                yield PartSpec(name, 0, nbytes, group.rule, rows, shape)
 
 
 def _layers_of(hello: Hello) -> BlockLayers | None:

@@ -38,6 +38,7 @@ class GroupShape(msgspec.Struct, frozen=True):
     layers: how many.
     frames: how many frames a block of the group takes; of a group that has a state, how many the state takes.
     token_bytes, token_stride: if tokens are padded in frames, bytes of a token and from one to the next; else 0.
+    kv_heads, head_dim: of its keys and values; 0 where it keeps something else (states, latents).
     """
 
     name: str
@@ -46,6 +47,8 @@ class GroupShape(msgspec.Struct, frozen=True):
     frames: int
     token_bytes: int = 0
     token_stride: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
 
 
 class ImageGroup(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ from prefixd.client import Client
 from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.vllm import scheduler_half
 from prefixd.integrations.vllm.connector import PrefixdConnector
+from prefixd.integrations.vllm.naming.page_packing import Packing
 from prefixd.integrations.vllm.scheduling.scheduler import find_connector
 from prefixd.integrations.vllm.step_messages import Orders, Report
 from tests.vllm.other_connectors import Handshake, beside, multi
@@ -56,9 +57,9 @@ class Steps:
         self.address = address
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         ours.bind_gpu_block_pool(scheduler.kv_cache_manager.block_pool)
-        self.packing = packing
+        self.packing = Packing(packing)
         if named:
-            self.half.name_model([packing])
+            self.half.name_model([self.packing])
 
     def add(
         self, name: str, prompt: list[int], max_tokens: int = 1, images: Sequence[MultiModalFeatureSpec] = ()
@@ -112,7 +113,7 @@ class Steps:
         """What the workers do with saves: the daemon has the blocks, all zeros. Says that they have ended."""
         with Client(self.address) as client:
             for job in jobs:
-                cache = client.register(self.half._geometry.spec(job.prefix.name, job.prefix.salt))
+                cache = client.register(job.prefix.spec)
                 parts = [np.zeros((job.blocks, cache.spec.parts[group].nbytes), np.uint8) for group in job.groups]
                 tokens = np.frombuffer(job.prefix.tokens, "<u4")
                 cache.store(tokens, parts, first_block=job.first_block, parts=job.groups)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefixd.client import NamespaceSpec, PartSpec, RecurrentState, SlidingWindow
+from prefixd.client import NamespaceSpec, PartShape, PartSpec, RecurrentState, SlidingWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,16 @@ class Geometry:
             total += (blocks if span is None else min(blocks, span)) * self._copies(group) * group.part_bytes
         return total
 
-    def spec(self, name: str, salt: bytes) -> NamespaceSpec:
+    def spec(self, name: str, salt: bytes, shapes: Sequence[PartShape | None] = (), codec: str = "") -> NamespaceSpec:
         """The namespace, with one part per (rank, group), rank by rank; replicated groups have a part on rank 0 alone.
 
         2 ranks, group 0 replicated: (rank 0, group 0) (rank 0, group 1) (rank 1, group 1)
+
+        Args:
+            name: of the model, and of all that its KV depends on.
+            salt: of the prompts.
+            shapes: how keys and values lie in a part, by group; empty: not known.
+            codec: as the connector's option; "": the daemon's settings decide.
         """
         return NamespaceSpec(
             name=name,
@@ -116,11 +123,12 @@ class Geometry:
             layout=self.layout,
             block_tokens=self.block_tokens,
             parts=tuple(
-                PartSpec(f"group{group.index}", rank, group.part_bytes, group.rule)
+                PartSpec(f"group{group.index}", rank, group.part_bytes, group.rule, shape)
                 for rank in range(self.ranks)
-                for group in self.groups
+                for group, shape in zip(self.groups, shapes or [None] * len(self.groups), strict=True)
                 if rank == 0 or not group.replicated
             ),
+            codec=codec,
         )
 
     def parts_of(self, rank: int) -> list[int]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prefixd.client import MatchResult, Retention
+from prefixd.client import MatchResult, NamespaceSpec, Retention
 
 
 @dataclass(frozen=True, slots=True)
 class Namespaced:
     """The prefix of a prompt in one namespace."""
 
-    name: str
-    salt: bytes
+    spec: NamespaceSpec
     tokens: bytes = field(repr=False)
     """Token ids as little-endian uint32, from the prompt's start to the end of the job's last block."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from prefixd.base.codec_names import LOSSY, CodecName
 from prefixd.base.errors import ConfigError
+from prefixd.client import PartShape
 
 DEFAULT_BLOCK_TOKENS = 32
 
@@ -24,6 +28,10 @@ class LinkOptions(BaseModel):
     """Whether this engine gives the cache what it computes; false for one that only reads."""
     timeout_s: Seconds = 1.0
     """The longest that a call to the daemon may take; above it the daemon counts as away."""
+    codec: CodecName | None = None
+    """How the daemon's disk and a shared store keep this engine's blocks: "exact", "lossless", or with less precision
+    "int8" or "k8v4" (where the connector knows how keys and values lie in the bytes; elsewhere "lossless"). Engines
+    with different codecs share no blocks. None: as the daemon's operator has set it."""
 
 
 class EngineOptions(LinkOptions):
@@ -46,6 +54,21 @@ class EngineOptions(LinkOptions):
     prefetch: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
     """How many waiting requests get their prefixes prefetched from disk. auto: as many as begin while a prefix is
     loaded, by recent times of both, 64 at most; 0: none."""
+
+
+def codec_for(codec: CodecName | None, shapes: Iterable[PartShape | None], log: logging.Logger) -> str:
+    """The codec of a namespace whose parts have these shapes, by the option `codec`; "": none is asked for.
+
+    The daemon refuses a lossy codec where no shape is known; a warning then says that blocks are stored losslessly.
+    """
+    if codec in LOSSY and all(shape is None for shape in shapes):
+        log.warning(
+            "prefixd: codec = %s: how keys and values lie in this engine's pages is not known, so their precision "
+            "stays as it is, and the daemon stores them with the codec lossless",
+            codec,
+        )
+        return "lossless"
+    return codec or ""
 
 
 Options = TypeVar("Options", bound=BaseModel)

@@ -124,6 +124,7 @@ class PrefixdHiCache(HiCacheStorage):
                     pages,
                     self._version,
                     strict=self._options.strict_version,
+                    codec=self._options.codec,
                 )
                 store = PageStore(link, spec, self._options.slice_s, self._copies)
                 log.info("prefixd: pages of %s are in %s (%s)", name, spec.name, spec.layout)

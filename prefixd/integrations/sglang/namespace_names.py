@@ -14,14 +14,17 @@ from uuid import uuid4
 
 import xxhash
 
+from prefixd.base.codec_names import CodecName
 from prefixd.base.errors import ConfigError
 from prefixd.base.model_fingerprint import fingerprint
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.integrations.engine.naming.arguments import content_of
+from prefixd.integrations.engine.options import codec_for
 from prefixd.integrations.engine.pages_by_key.chains import BLOCK_TOKENS
 from prefixd.integrations.sglang.arguments import TABLE, arguments_of
 from prefixd.integrations.sglang.environment import environment_in_name
 from prefixd.integrations.sglang.log import log
+from prefixd.integrations.sglang.page_shapes import page_shape
 from prefixd.integrations.sglang.pool_pages import PoolPages
 from prefixd.settings import default_data_dir
 
@@ -109,6 +112,7 @@ def spec_of(
     version: str,
     *,
     strict: bool,
+    codec: CodecName | None = None,
 ) -> NamespaceSpec:
     """The namespace of one pool on one rank.
 
@@ -120,8 +124,10 @@ def spec_of(
         pages: how the pool's pages are copied.
         version: SGLang's; part of the name for pools that do not describe how their bytes lie in a page.
         strict: makes the version part of the name for all pools.
+        codec: the option.
     """
     pool = pages.pool
+    shape = page_shape(pages)
     shared = is_shared(config, pool, pool_name)
     facts = {
         "model": model,
@@ -152,7 +158,8 @@ def spec_of(
     return NamespaceSpec(
         name=f"sglang/{people}/{pool_name}/{VERIFY}/{digest}",
         block_tokens=BLOCK_TOKENS,
-        parts=(PartSpec(pool_name, 0, pages.page_bytes),),
+        parts=(PartSpec(pool_name, 0, pages.page_bytes, shape=shape),),
         dtype=facts["dtype"].removeprefix("torch."),
         layout=f"{facts['layout']}, {pages.packing}, page of {pages.page_tokens} tokens, {rank} of {config.tp_size}",
+        codec=codec_for(codec, [shape], log),
     )

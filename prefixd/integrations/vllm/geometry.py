@@ -225,10 +225,10 @@ def read_pages(kv_cache_config: Any, kv_caches: Mapping[str, Any], geometry: Geo
     return pages
 
 
-def layer_names(kv_cache_config: Any, geometry: Geometry) -> list[str]:
-    """The layers of the first group in the order of `GroupPages.layers`."""
+def layer_names(kv_cache_config: Any, group: Group) -> list[str]:
+    """The layers of a group in the order of `GroupPages.layers`."""
     runs = _page_runs(kv_cache_config)
-    return [name for name in kv_cache_config.kv_cache_groups[geometry.groups[0].index].layer_names if name in runs]
+    return [name for name in kv_cache_config.kv_cache_groups[group.index].layer_names if name in runs]
 
 
 def _page_runs(kv_cache_config: Any) -> dict[str, tuple[PageRun, ...]]:

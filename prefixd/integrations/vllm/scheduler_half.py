@@ -15,12 +15,13 @@ import numpy as np
 import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from prefixd.client import ClientError, NamespaceSpec
+from prefixd.client import ClientError, NamespaceSpec, PartShape
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK
 from prefixd.integrations.engine.daemon_link import Link
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
+from prefixd.integrations.engine.options import codec_for
 from prefixd.integrations.engine.saving.branches import Branches
 from prefixd.integrations.engine.saving.save_queue import EngineRequest, SaveQueue
 from prefixd.integrations.engine.step_times import StepTimes
@@ -33,6 +34,7 @@ from prefixd.integrations.vllm.naming.environment import environment_in_name
 from prefixd.integrations.vllm.naming.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.naming.media_content import MediaContents, RequestMedia
 from prefixd.integrations.vllm.naming.model_name import Adapters, model_name
+from prefixd.integrations.vllm.naming.page_packing import Packing
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.request_options import (
     NO_REQUEST_OPTIONS,
@@ -131,6 +133,8 @@ class SchedulerHalf:
         self._model_facts = model_name(vllm_config, version, environment_in_name())
         self._reset_mark = ""  # ends the names of namespaces after a reset
         self._model = ""  # until the workers have reported how their bytes lie
+        self._shapes: tuple[PartShape | None, ...] = ()
+        self._codec = ""
         self._unnamed: dict[str, Any] = {}  # requests that came before that
         self._hits: dict[str, int] = {}  # by request, the first token that was found for it
         self._requests: dict[str, Any] = {}
@@ -152,14 +156,16 @@ class SchedulerHalf:
     def bind_block_pool(self, blocks: Any) -> None:
         self._blocks = blocks
 
-    def name_model(self, packings: Sequence[str]) -> None:
+    def name_model(self, packings: Sequence[Packing]) -> None:
         """Names the model, by the workers' digests of how their bytes lie, and looks up the requests that have waited
         for the name."""
         # Engines with other block sizes share nothing; under one name the daemon would refuse the second of them.
-        packing = "-".join(dict.fromkeys(packings))
+        packing = "-".join(dict.fromkeys(packing.digest for packing in packings))
         self._model = f"{self._model_facts}/{self._geometry.block_tokens}/{packing}{self._reset_mark}"
+        self._shapes = packings[0].shapes if len({packing.shapes for packing in packings}) == 1 else ()
+        self._codec = codec_for(self._options.codec, self._shapes, log)
         if self.events is not None:
-            self.events.begin(self._geometry.spec(self._model, b""))
+            self.events.begin(self._spec_of(self._model, b""))
         unnamed, self._unnamed = self._unnamed, {}
         for request in unnamed.values():
             self.add_request(request)
@@ -351,11 +357,14 @@ class SchedulerHalf:
         salt = (request.cache_salt or "").encode()
         spec = self._names.get((name, salt))
         if spec is None:
-            spec = self._geometry.spec(name, salt)
+            spec = self._spec_of(name, salt)
             if len(self._names) > 4096:
                 self._names.clear()
             self._names[name, salt] = spec
         return spec
+
+    def _spec_of(self, name: str, salt: bytes) -> NamespaceSpec:
+        return self._geometry.spec(name, salt, self._shapes, self._codec)
 
     def _retain_cached(self, request: Any) -> None:
         """Sets a request's priorities on the cached blocks of its prompt; saves carry them for the other blocks."""
@@ -452,7 +461,7 @@ class SchedulerHalf:
         tokens = np.asarray(self._identified(request)[: last * geometry.block_tokens], "<u4").tobytes()
         return LoadJob(
             request.request_id,
-            Namespaced(spec.name, spec.salt, tokens),
+            Namespaced(spec, tokens),
             first,
             last - first,
             tuple(ids),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from prefixd.integrations.engine.jobs import LoadJob, Outcomes, SaveJob
+from prefixd.integrations.vllm.naming.page_packing import Packing
 
 
 @dataclass
@@ -29,8 +30,8 @@ class Report(KVConnectorWorkerMetadata):
 
     outcomes: Outcomes
     step: int
-    packings: tuple[str, ...] = ()
-    """Digests of how the workers' KV bytes lie in a page, in the order of ranks; empty unless asked for."""
+    packings: tuple[Packing, ...] = ()
+    """How the workers' KV bytes lie in a page, in the order of ranks; empty unless asked for."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)

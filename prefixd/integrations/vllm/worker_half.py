@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 import vllm
 
+from prefixd.client import PartShape
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.block_transfers import Transfers
 from prefixd.integrations.engine.copying.cuda_device import fence_of, page_copies_of
+from prefixd.integrations.engine.copying.group_pages import GroupPages
 from prefixd.integrations.engine.daemon_link import Link
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.vllm.geometry import layer_names, read_pages
 from prefixd.integrations.vllm.log import log
-from prefixd.integrations.vllm.naming.model_name import packing
+from prefixd.integrations.vllm.naming.page_packing import Packing, probe_pages
 from prefixd.integrations.vllm.options import ConnectorOptions
+from prefixd.integrations.vllm.page_axes import part_shape
 from prefixd.integrations.vllm.step_messages import Orders
 from prefixd_swap import create_copy_engine
 
@@ -31,11 +35,11 @@ class WorkerHalf:
         self._geometry = geometry
         self._options = options
         self.counters = ConnectorCounters()
-        self.packing = ""
+        self.packing = Packing("")
         self._ordinal: int | None = None
         self._transfers: Transfers | None = None
         self._saved_step = -1
-        self._layers = {name: place for place, name in enumerate(layer_names(kv_cache_config, geometry))}
+        self._layers = {name: place for place, name in enumerate(layer_names(kv_cache_config, geometry.groups[0]))}
 
     @property
     def transfers(self) -> Transfers:
@@ -49,13 +53,23 @@ class WorkerHalf:
         device = next(iter(kv_caches.values())).device
         pages = read_pages(self._kv_cache_config, kv_caches, self._geometry)
         versions = f"vllm {vllm.__version__}, torch {torch.__version__}"
-        self.packing = packing(self._vllm_config, kv_caches, versions)
+        probed = probe_pages(self._vllm_config, kv_caches, versions)
+        self.packing = Packing(probed.digest, tuple(self._shapes(pages, kv_caches, probed.plain)))
         self._ordinal = None if device.type == "cpu" else device.index or 0
         link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s, log)
         link.wait_first()
         engine = create_copy_engine("cpu" if self._ordinal is None else f"cuda:{self._ordinal}", threads=1)
         copies = page_copies_of(self._ordinal, self._geometry, log)
         self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal, copies)
+
+    def _shapes(
+        self, pages: Sequence[GroupPages], kv_caches: dict[str, torch.Tensor], plain: Container[str]
+    ) -> Iterator[PartShape | None]:
+        for group, group_pages in zip(self._geometry.groups, pages, strict=True):
+            names = layer_names(self._kv_cache_config, group)
+            known = not group.state and all(name in plain for name in names)
+            tensors = [kv_caches[name] for name in names]
+            yield part_shape(self._geometry, group, group_pages, tensors) if known else None
 
     def start_loads(self, orders: Orders) -> None:
         """Starts a step's loads before vLLM submits it; on a GPU an earlier step may still use the target blocks."""

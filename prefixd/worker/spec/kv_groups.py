@@ -44,6 +44,7 @@ class AttentionGroup:
     frames: frames that a block takes.
     rules: of each layer; all the group's own, unless `worker.groups` is "one".
     readers: the layers that keep nothing themselves, and the layer of the group whose keys and values each reads.
+    latents: what is kept of a token is no keys and values, but what the model makes them of.
     """
 
     name: str
@@ -53,13 +54,15 @@ class AttentionGroup:
     frames: int
     rules: tuple[Window | None, ...]
     readers: tuple[tuple[int, int], ...] = ()
+    latents: bool = False
 
     @property
     def shape(self) -> GroupShape:
         """As the daemon is told."""
         geometry = self.geometry
         padded = (geometry.piece_token_bytes, geometry.stride) if geometry.token_stride else (0, 0)
-        return GroupShape(self.name, self.rule, len(self.layers), self.frames, *padded)
+        heads = (0, 0) if self.latents else (geometry.kv_heads, geometry.head_dim)
+        return GroupShape(self.name, self.rule, len(self.layers), self.frames, *padded, *heads)
 
     def needs(self, group: int) -> tuple[Need, ...]:
         """What its layers need, as the daemon is told; `group` is its place among all groups."""
@@ -278,7 +281,8 @@ def plan_groups(
         rule, *rules = (_kept(each, tokens) for each in seen) if on_cuda else seen
         readers = tuple((layer.layer, layer.reads) for layer in layers if layer.reads is not None)
         frames = shape.block_bytes // frame_bytes
-        groups.append(AttentionGroup(name, rule, numbers, shape, frames, tuple(rules), readers))
+        latents = any(layer.expanded for layer in layers)
+        groups.append(AttentionGroup(name, rule, numbers, shape, frames, tuple(rules), readers, latents))
     state = None
     if states is not None:
         pages = -(-len(states.shapes) // asked[0].layers) if paged_states else -(-states.nbytes // frame_bytes)

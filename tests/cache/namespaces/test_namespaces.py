@@ -410,14 +410,6 @@ def test_a_rule_that_cannot_be_is_refused(rule: rules.Rule, message: str) -> Non
             PartSpec("kv", 1, 4098, shape=SHAPE),
             "'kv'/1 has 4098 bytes, and its shape 4096 (2 layers, keys and values, ",
         ),
-        (
-            PartSpec("kv", 1, 4096, shape=dataclasses.replace(SHAPE, tokens=32, layers=1)),
-            "'kv'/1 has a shape of 32 tokens, and a block has 16",
-        ),
-        (
-            PartSpec("kv", 1, 4096, rules.SlidingWindow(9), shape=dataclasses.replace(SHAPE, tokens=8, heads=8)),
-            "'kv'/1 has a shape of 8 tokens, and a block has 16",
-        ),
         (PartSpec("s", 0, 4096, rules.RecurrentState(), shape=SHAPE), "'s'/0 is a recurrent state and has a shape"),
         (PartSpec("v", 0, 4096, rules.VisionEmbedding(), shape=SHAPE), "'v'/0 is a vision embedding and has a shape"),
     ],
@@ -429,9 +421,12 @@ def test_a_shape_that_a_part_cannot_have_is_refused(part: PartSpec, message: str
     assert message in str(error.value)
 
 
-def test_keys_and_values_of_images_have_entries_that_are_no_tokens_of_the_prompt() -> None:
+@pytest.mark.parametrize("rule", [None, rules.CrossAttention()], ids=str)
+def test_a_part_may_have_keys_and_values_of_other_tokens_than_the_blocks(
+    rule: rules.Rule | None,
+) -> None:
     shape = dataclasses.replace(SHAPE, tokens=32, layers=1)
-    changed(parts=(PartSpec("kv", 0, 4096, rules.CrossAttention(), shape=shape),), codec="k8v4").check()
+    changed(parts=(PartSpec("kv", 0, 4096, rule, shape=shape),), codec="k8v4").check()
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class Rank:
 
     def prefix(self, name: str, tokens: int, seed: int = 0) -> Namespaced:
         ids = np.random.default_rng(seed).integers(0, 1000, tokens)
-        return Namespaced(name, b"", ids.astype("<u4").tobytes())
+        return Namespaced(self.geometry.spec(name, b""), ids.astype("<u4").tobytes())
 
     def save(
         self,

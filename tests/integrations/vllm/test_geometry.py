@@ -193,7 +193,7 @@ def test_blocks_parts_and_ranks() -> None:
         ("group1", 1),
     ]
     assert geometry.parts_of(1) == [2, 3] and not geometry.by_block
-    assert layer_names(cache, geometry) == AB
+    assert [layer_names(cache, group) for group in geometry.groups] == [AB, ["w"]]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.model_fingerprint import fingerprint_of_folder
-from prefixd.integrations.vllm.naming.model_name import Adapters, model_name, packing
+from prefixd.integrations.vllm.naming.model_name import Adapters, model_name
+from prefixd.integrations.vllm.naming.page_packing import probe_pages
 
 
 class Hf:
@@ -479,7 +480,7 @@ def a_packing(tensor: torch.Tensor, layer: Layer | None = None, versions: str = 
         compilation_config=SimpleNamespace(static_forward_context={} if layer is None else {"a": layer}),
         model_config=SimpleNamespace(dtype=torch.float32),
     )
-    return packing(config, {"a": tensor}, versions)
+    return probe_pages(config, {"a": tensor}, versions).digest
 
 
 def test_what_a_backend_writes_counts_and_the_version_only_where_that_cannot_be_seen(

@@ -36,7 +36,7 @@ def edit(directory: Path, **changes: object) -> Path:
 def test_hello_says_what_the_model_needs(llama_directory, model):
     spec = spec_of(llama_directory, chunk_bytes=4096)
     hello = spec.hello()
-    assert (hello.groups, hello.dtype) == ((GroupShape("attention", None, 3, 1),), "float32")
+    assert (hello.groups, hello.dtype) == ((GroupShape("attention", None, 3, 1, kv_heads=2, head_dim=16),), "float32")
     assert hello.frame_bytes == spec.geometry.block_bytes == 16 * 3 * 2 * 2 * 16 * 4
     assert (hello.vocab_size, hello.max_model_tokens, hello.eos_token_ids) == (96, 512, (95,))
     assert hello.architecture == "LlamaForCausalLM"

@@ -235,7 +235,7 @@ class Transfers:
         return nbytes
 
     async def _acquire(self, job: LoadJob, done: int, most: int) -> AsyncLease:
-        cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
+        cache = await self._link.cache(job.prefix.spec)
         with within_request(job.request_id), within_trace(job.traceparent):
             return await cache.acquire(
                 np.frombuffer(job.prefix.tokens, "<u4"),
@@ -306,8 +306,7 @@ class Transfers:
         if not self._link.up or self._link.draining or time.monotonic() < self._save_again_s:
             return
         await _wait_for(fence)
-        spec = self._geometry.spec(job.prefix.name, job.prefix.salt)
-        cache = await self._link.guard(partial(self._link.cache, spec))
+        cache = await self._link.guard(partial(self._link.cache, job.prefix.spec))
         done = job.first_block
         end = job.first_block + job.blocks
         tokens = np.frombuffer(job.prefix.tokens, "<u4")[: end * self._geometry.block_tokens]  # no slots for others

@@ -321,7 +321,7 @@ class SaveQueue:
         tokens = saving.tokens[:end].tobytes()  # jobs of other groups may have needed more
         job = SaveJob(
             self._next_id,
-            Namespaced(saving.spec.name, saving.spec.salt, tokens),
+            Namespaced(saving.spec, tokens),
             run.first_block,
             run.blocks,
             run.groups,

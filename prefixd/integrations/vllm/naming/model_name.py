@@ -1,4 +1,4 @@
-"""Names everything that must be equal to use vLLM's KV blocks elsewhere: the model, its adapters, the packing.
+"""Names what must be equal to use vLLM's KV blocks elsewhere: the model and its adapters.
 
 Reads vLLM's configuration objects (0.32) and imports nothing of it.
 """
@@ -6,7 +6,6 @@ Reads vLLM's configuration objects (0.32) and imports nothing of it.
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch
 import xxhash
 
 from prefixd.base import clocks
@@ -31,7 +29,6 @@ from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.naming.arguments import ADAPTER_TABLE, TABLE, arguments_of
 from prefixd.settings import default_data_dir
 
-_PROBED_TOKENS = 64
 _COARSEST_FILE_TIME_NS = 2_000_000_000  # FAT's; others have the kernel's tick, and a file server a clock of its own
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
@@ -153,67 +150,6 @@ def _files_of(folder: Path) -> Any:
         return state_of_folder(folder) if folder.is_dir() else None
     except OSError:
         return None
-
-
-def packing(vllm_config: Any, kv_caches: Mapping[str, Any], versions: str) -> str:
-    """A digest of how keys and values lie inside a page on this rank: shapes, backends, processor, and the bytes that
-    the backend writes for known keys and values.
-
-    Args:
-        vllm_config: vLLM's.
-        kv_caches: its tensors of pages, by layer.
-        versions: of vLLM and torch; they count if a backend's bytes cannot be read.
-    """
-    context = vllm_config.compilation_config.static_forward_context
-    written: dict[str, str | None] = {}
-    facts: list[object] = [torch.backends.cpu.get_cpu_capability()]
-    for name, tensor in sorted(kv_caches.items()):
-        layer = context.get(name)
-        backend = getattr(layer, "get_attn_backend", None)
-        # Strides beyond a block (heads, in one layout) grow with the number of blocks, which differs between two starts
-        # of an engine on a GPU. How far blocks are apart does not count where other layers' pages lie between them.
-        page = min(tensor.stride(0), math.prod(tensor.shape[1:]))
-        inside = [page, *(stride if stride <= tensor.stride(0) else "outside" for stride in tensor.stride()[1:])]
-        seen = repr(
-            (
-                (tuple(tensor.shape[1:]), inside, str(tensor.dtype), str(tensor.device.type)),
-                f"{backend().__module__}.{backend().__qualname__}" if backend else "",
-                getattr(layer, "isa", ""),
-                torch.cuda.get_device_capability(tensor.device) if tensor.device.type == "cuda" else "",
-            )
-        )
-        if seen not in written:
-            written[seen] = _written(layer, tensor, vllm_config.model_config.dtype)
-        facts.append((seen, written[seen] or versions))
-    return xxhash.xxh3_128_hexdigest(repr(facts).encode())
-
-
-def _written(layer: Any, pages: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """A digest of the pages that a layer's backend makes of known keys and values, in memory like that of `pages`; None
-    if the backend lacks vLLM's common call."""
-    update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
-    heads, key_size = getattr(layer, "num_kv_heads", None), getattr(layer, "head_size", None)
-    if update is None or heads is None or key_size is None:
-        return None
-    order = sorted(range(pages.dim()), key=pages.stride, reverse=True)
-    shape = [_PROBED_TOKENS + 1, *pages.shape[1:]]  # enough where a block has one token
-    memory = torch.zeros([shape[dim] for dim in order], dtype=pages.dtype, device=pages.device)
-    scratch = memory.permute([order.index(dim) for dim in range(pages.dim())])
-
-    def known(size: int, factor: int) -> torch.Tensor:
-        """[tokens, heads, size] of small whole numbers, which every dtype represents."""
-        count = _PROBED_TOKENS * heads * size
-        numbers = torch.arange(count, dtype=torch.int64) * factor % 127 + 1
-        return numbers.reshape(_PROBED_TOKENS, heads, size).to(dtype).to(pages.device)
-
-    keys, values = known(key_size, 37), known(getattr(layer, "head_size_v", None) or key_size, 53)
-    slots = torch.arange(_PROBED_TOKENS, dtype=torch.int64, device=pages.device)
-    try:
-        update(layer, keys, values, scratch, slots)
-    except (TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
-        log.info("prefixd: how %s packs pages cannot be seen, so the version counts: %s", type(layer).__name__, error)
-        return None
-    return xxhash.xxh3_128_hexdigest(memory.cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _weights(name: str, model: Any, load: Any) -> str:

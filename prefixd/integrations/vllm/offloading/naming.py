@@ -15,7 +15,9 @@ from uuid import uuid4
 import torch
 import xxhash
 
+from prefixd.base.codec_names import CodecName
 from prefixd.client import NamespaceSpec, PartSpec
+from prefixd.integrations.engine.options import codec_for
 from prefixd.integrations.engine.pages_by_key.chains import BLOCK_TOKENS
 from prefixd.integrations.vllm.geometry import layer_specs
 from prefixd.integrations.vllm.log import log
@@ -31,7 +33,12 @@ so the versions count."""
 
 
 def namespace_of(
-    vllm_config: Any, kv_cache_config: Any, offloading_config: Any, row_bytes: int, device: str
+    vllm_config: Any,
+    kv_cache_config: Any,
+    offloading_config: Any,
+    row_bytes: int,
+    device: str,
+    codec: CodecName | None = None,
 ) -> NamespaceSpec:
     """The namespace of an engine's chunks.
 
@@ -41,6 +48,7 @@ def namespace_of(
         offloading_config: the one that vLLM gives its tiers.
         row_bytes: bytes of a chunk in the host pool.
         device: the device's kind and capability.
+        codec: the option. How keys and values lie in a chunk is not known here, so a lossy one becomes lossless.
 
     Raises:
         ConfigError: an argument makes KV that no other engine could use.
@@ -74,6 +82,7 @@ def namespace_of(
         parts=(PartSpec("chunk", 0, row_bytes),),
         dtype=str(offloading_config.model.dtype),
         layout=f"chunk of {offloading_config.cache.blocks_per_chunk} blocks, all of {facts['parallel'][0]} workers",
+        codec=codec_for(codec, (), log),
     )
 
 

@@ -71,7 +71,9 @@ class PrefixdTier(SecondaryTierManager):
         self._prefix_groups = prefix_groups(kv_cache_config)
         device = f"{current_platform.device_type} {current_platform.get_device_capability()}"
         row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        self._spec = namespace_of(vllm_config, kv_cache_config, offloading_spec.config, row_bytes, device)
+        self._spec = namespace_of(
+            vllm_config, kv_cache_config, offloading_spec.config, row_bytes, device, self._options.codec
+        )
         self._rows = Rows(primary_kv_view)
         self._copies = SharedCopies()
         self._link = Link(self._options.address, "vllm offloading", self._options.timeout_s, log)

@@ -179,7 +179,7 @@ def test_a_save_begins_where_the_cache_ends(rank: Rank) -> None:
     fill(rank)
     prefix = rank.prefix("grows", 64)
     short = rank.prefix("grows", 64)
-    short = type(short)(short.name, short.salt, short.tokens[: 32 * 4])
+    short = type(short)(short.spec, short.tokens[: 32 * 4])
     assert rank.saved(short, range(1, 9)) == {"saved_blocks": 2}
     assert rank.saved(prefix, range(1, 17)) == {"saved_blocks": 2, "duplicate_blocks": 2}
     assert rank.saved(prefix, range(1, 17)) == {"duplicate_blocks": 4}
@@ -220,7 +220,7 @@ def test_many_small_batches_make_the_same_copy(rank: Rank, monkeypatch: pytest.M
 def test_of_a_prefix_that_is_there_in_part_exactly_the_rest_fails(rank: Rank) -> None:
     fill(rank)
     prefix = rank.prefix("part", 48)
-    rank.saved(type(prefix)(prefix.name, prefix.salt, prefix.tokens[: 16 * 4]), range(1, 5))
+    rank.saved(type(prefix)(prefix.spec, prefix.tokens[: 16 * 4]), range(1, 5))
     rank.load("r", prefix, [*range(10, 18), NO_BLOCK, *range(19, 22)])
     outcome = rank.settle().loads["r"][1]
     assert outcome.failed_blocks == 2 and outcome.nbytes == rank.geometry.block_bytes
@@ -600,7 +600,7 @@ def test_blocks_without_window_bytes_lead_up_to_blocks_with_them(daemon: DaemonP
     rank = make_rank(daemon.address, groups=2, window_tokens=17)
     fill(rank)
     prefix = rank.prefix("passed", 64)
-    passed = type(prefix)(prefix.name, prefix.salt, prefix.tokens[: 48 * 4])
+    passed = type(prefix)(prefix.spec, prefix.tokens[: 48 * 4])
     assert rank.saved(passed, range(1, 13), groups=[0]) == {"saved_blocks": 3}
     rank.load("short", passed, range(20, 32), [NO_BLOCK] * 6)
     assert rank.settle().loads["short"][1].failed_blocks == 3, "no prefix of it has its window"
@@ -635,7 +635,7 @@ def test_with_windows_a_shorter_prefix_than_was_found_is_of_no_use(daemon: Daemo
     rank = make_rank(daemon.address, groups=2, window_tokens=17)
     fill(rank)
     prefix = rank.prefix("shorter", 48)
-    rank.saved(type(prefix)(prefix.name, prefix.salt, prefix.tokens[: 32 * 4]), range(1, 9), range(1, 5))
+    rank.saved(type(prefix)(prefix.spec, prefix.tokens[: 32 * 4]), range(1, 9), range(1, 5))
     rank.load("r", prefix, range(13, 25), [*[NO_BLOCK] * 4, 15, 16])
     outcome = rank.settle().loads["r"][1]
     assert outcome.failed_blocks == 3 and outcome.nbytes == 0
@@ -661,9 +661,9 @@ def small_daemon() -> Iterator[Callable[[int], DaemonProcess]]:
 def save_long(rank: Rank, prefix: Namespaced, ids: Sequence[Sequence[int]]) -> None:
     """Saves a block after the other, each on disk before the next."""
     with Client(rank.link.address) as client:
-        cache = client.register(rank.geometry.spec(prefix.name, b""))
+        cache = client.register(prefix.spec)
         for end in range(1, LONG + 1):
-            some = Namespaced(prefix.name, b"", prefix.tokens[: end * 64])
+            some = Namespaced(prefix.spec, prefix.tokens[: end * 64])
             own = [of_group[(end - 1) * (len(of_group) // LONG) : end * (len(of_group) // LONG)] for of_group in ids]
             rank.save(some, *own, first=end - 1)
             rank.settle()
@@ -682,7 +682,7 @@ def test_a_prefix_longer_than_the_daemons_memory_is_loaded_in_slices(
     before = pages_of(rank, ids)
     rank.memory[0][:] = 0
     with Client(rank.link.address) as client:
-        cache = client.register(rank.geometry.spec(prefix.name, b""))
+        cache = client.register(prefix.spec)
         found = cache.match(np.frombuffer(prefix.tokens, "<u4"), counted=True)
         rank.load("r", prefix, ids, found=found)
         assert rank.settle().loads["r"][1].failed_blocks == 0
@@ -723,7 +723,7 @@ def test_slices_that_came_are_good_when_there_is_no_room_for_more(
     before = pages_of(rank, ids)
     rank.memory[0][:] = 0
     with Client(rank.link.address) as client:
-        cache = client.register(rank.geometry.spec(prefix.name, b""))
+        cache = client.register(prefix.spec)
         with cache.acquire(np.frombuffer(prefix.tokens, "<u4")) as others:
             assert others.blocks == 4, "all of the memory"
             rank.load("r", prefix, ids)

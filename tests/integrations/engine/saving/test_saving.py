@@ -150,7 +150,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         if job.groups == (0,):
             running.next_block = job.first_block + job.blocks
         assert job.prefix.tokens == np.asarray(running.tokens[:end], "<u4").tobytes()
-        assert (job.prefix.name, job.prefix.salt) == (running.spec.name, running.spec.salt)
+        assert job.prefix.spec == running.spec
         for group, ids in zip(job.groups, job.block_ids, strict=True):
             each = (4, 8)[group]
             assert list(ids) == running.ever[group][job.first_block * 16 // each : end // each]
@@ -388,7 +388,7 @@ def test_of_two_requests_with_one_prompt_one_saves_it() -> None:
     saves.begin("salted", SPECS[1], 0, 1000)
     saves.advance("salted", request, tables(32, 200), 32)
     first, salted = saves.take_jobs()
-    assert (first.prefix.salt, salted.prefix.salt) == (b"", b"salt")
+    assert (first.prefix.spec.salt, salted.prefix.spec.salt) == (b"", b"salt")
     assert not any(pool.references[block] for block in range(100, 108))
     saves.acknowledge(first.id, RANKS)
     saves.begin("later", SPECS[0], 0, 1000)

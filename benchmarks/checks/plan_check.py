@@ -34,12 +34,14 @@ from benchmarks.ways_of_serving.run_progress import Silence
 from benchmarks.ways_of_serving.ways import NO_CACHE, TIERS, Room, Way
 from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
 from benchmarks.workloads.talk import talk
+from prefixd.base.codec_names import CODEC_NAMES
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.cli.demo.runner import ask_each_once, measure, settings_for
 from prefixd.client import AsyncClient
 from prefixd.planner.machine.calibrate import measure_machine, measure_passes
 from prefixd.planner.machine.calibration import Calibration
 from prefixd.planner.machine.pass_costs import MeasuredCosts
+from prefixd.planner.machine.planned_codecs import plan_codec
 from prefixd.planner.plan_figures import PlanFigures
 from prefixd.planner.planned_models import MODELS
 from prefixd.planner.virtual_daemon import Plan, simulate
@@ -66,11 +68,13 @@ def calibrated(directory: Path, threads: int) -> Calibration:
 
 
 def plan_of(overrides: Mapping[str, Any], machine: Calibration) -> Plan:
-    """The machine with a daemon of these settings. Raises ConfigError."""
+    """The machine with a daemon of these settings; its disk tier has the codec that they say. Raises ConfigError."""
     costs = machine.costs
     assert isinstance(costs, MeasuredCosts), "passes were measured"
     settings = Settings.load(Path(os.devnull), overrides, {})
-    return Plan(MODELS["embedded"], settings, costs, machine.ways, machine.request_s)
+    model, tokens = MODELS["embedded"], settings.worker.block_tokens
+    codec = plan_codec(settings.disk.codec, model, settings.disk.io_threads, machine, block_tokens=tokens)
+    return Plan(model, settings, costs, machine.ways, machine.request_s, codec=codec)
 
 
 def rounds(config: str, workload: TextAnalysis) -> TextAnalysis:
@@ -78,18 +82,20 @@ def rounds(config: str, workload: TextAnalysis) -> TextAnalysis:
     return replace(workload, repeats=1) if config == "no-cache" else workload
 
 
-def predicted(config: str, workload: TextAnalysis, tiers: TierSizes, machine: Calibration) -> list[PlanFigures]:
+def predicted(
+    config: str, workload: TextAnalysis, tiers: TierSizes, machine: Calibration, codec: str
+) -> list[PlanFigures]:
     """What the planner says of the rounds of one of CONFIGS, after the warm-up. Raises ConfigError."""
-    plan = plan_of(settings_for(serving_of(config), workload, tiers), machine)
+    plan = plan_of(settings_for(serving_of(config), workload, tiers) | {"disk.codec": codec}, machine)
     warm_up, *asked = of_text_analysis(rounds(config, workload))
     return simulate(plan, asked if config == "no-cache" else [warm_up, *asked])[-len(asked) :]
 
 
 def measured_text_analysis(
-    config: str, workload: TextAnalysis, tiers: TierSizes, threads: int, directory: Path
+    config: str, workload: TextAnalysis, tiers: TierSizes, threads: int, directory: Path, codec: str
 ) -> list[Figures]:
     """The rounds of one of CONFIGS on a real daemon, after the warm-up where there is a cache. Raises DaemonFailed."""
-    settings = settings_for(serving_of(config), workload, tiers) | {"worker.threads": threads}
+    settings = settings_for(serving_of(config), workload, tiers) | {"worker.threads": threads, "disk.codec": codec}
     with DaemonProcess(settings, directory=directory) as daemon:
         if config != "no-cache":
             ask_each_once(config, daemon, workload, progress=Silence())
@@ -112,7 +118,7 @@ def of_conversations(conversations: Sequence[Conversation]) -> Workload:
     return Workload("chat", requests)
 
 
-def chats(count: int, machine: Calibration, threads: int, seed: int) -> Iterator[dict[str, Any]]:
+def chats(count: int, machine: Calibration, threads: int, codec: str, seed: int) -> Iterator[dict[str, Any]]:
     """Conversations as `benchmarks.chat` holds them, without a cache and with all tiers: plan and daemon. Raises
     ConfigError, DaemonFailed."""
     conversations = fitting(generate(count, Statistics(), scale=_CHAT_SCALE, time_scale=_THINK_SCALE, seed=seed), 8191)
@@ -127,9 +133,9 @@ def chats(count: int, machine: Calibration, threads: int, seed: int) -> Iterator
     )
     policy = Settings().scheduler.policy
     for way in (Way(NO_CACHE, "fcfs", ""), Way(f"{policy} {TIERS[-1]}", policy, TIERS[-1])):
-        plans = simulate(plan_of(room.settings(way, len(conversations)), machine), [of_conversations(conversations)])
-        settings = room.settings(way, len(conversations)) | {"worker.threads": threads}
-        with DaemonProcess(settings) as daemon:
+        settings = room.settings(way, len(conversations)) | {"disk.codec": codec}
+        plans = simulate(plan_of(settings, machine), [of_conversations(conversations)])
+        with DaemonProcess(settings | {"worker.threads": threads}) as daemon:
             talking = talk(daemon.address, conversations, len(conversations), Silence(), way.name)
             asked, elapsed_s = asyncio.run(talking)
         real = serving.summarise(way, asked, elapsed_s)
@@ -144,12 +150,18 @@ def text_analysis_hits(real: Figures, workload: TextAnalysis) -> dict[str, float
 
 
 def text_analyses(
-    configs: Sequence[str], workload: TextAnalysis, tiers: TierSizes, machine: Calibration, threads: int, folder: Path
+    configs: Sequence[str],
+    workload: TextAnalysis,
+    tiers: TierSizes,
+    machine: Calibration,
+    threads: int,
+    codec: str,
+    folder: Path,
 ) -> Iterator[dict[str, Any]]:
     """The text analysis workload with each of CONFIGS: plan and daemon. Raises ConfigError, DaemonFailed."""
     for config in configs:
-        plans = predicted(config, workload, tiers, machine)
-        real = measured_text_analysis(config, workload, tiers, threads, folder / config)
+        plans = predicted(config, workload, tiers, machine, codec)
+        real = measured_text_analysis(config, workload, tiers, threads, folder / config, codec)
         measured = [(text_analysis_hits(figures, workload), figures.requests_per_s) for figures in real]
         yield compare(f"text analysis, {config}", plans, measured)
 
@@ -205,6 +217,7 @@ def vars_of(machine: Calibration) -> dict[str, Any]:
     option("--prefix-tokens", 512, "length of a prefix"),
     option("--body-tokens", 32, "length of a body"),
     option("--conversations", 12, "conversations held at once"),
+    option("--codec", "exact", "how the disk tier stores blocks, of daemon and plan", str, choices=CODEC_NAMES),
     option("--threads", worker_threads(), "threads of the worker"),
     chosen("--configs", CONFIGS, "which to run"),
     option("--tolerance", 0.15, "how far a prediction may be off", number(0.0, 1e6)),
@@ -217,8 +230,9 @@ def main(options: harness.Options) -> harness.Outcome:
     with tempfile.TemporaryDirectory(prefix="prefixd-") as directory:
         machine = calibrated(Path(directory), options.threads)
         rows = []
-        asked = text_analyses(options.configs, workload, tiers, machine, options.threads, Path(directory))
-        talked = chats(options.conversations, machine, options.threads, options.seed)
+        codec = options.codec
+        asked = text_analyses(options.configs, workload, tiers, machine, options.threads, codec, Path(directory))
+        talked = chats(options.conversations, machine, options.threads, codec, options.seed)
         for row in itertools.chain(asked, talked):
             rows.append(row)
             print(
@@ -228,7 +242,13 @@ def main(options: harness.Options) -> harness.Outcome:
                 flush=True,
             )
     worst = max(abs(row[key]) for row in rows for key in ("hit_rate_off", "requests_per_s_off"))
-    result = {"worst_off": worst, "tolerance": options.tolerance, "machine": vars_of(machine), "workloads": rows}
+    result = {
+        "codec": codec,
+        "worst_off": worst,
+        "tolerance": options.tolerance,
+        "machine": vars_of(machine),
+        "workloads": rows,
+    }
     too_far = worst > options.tolerance
     broken = [f"a prediction is off by {worst:.1%}, more than {options.tolerance:.0%}"] if too_far else []
     return harness.Outcome(result, broken)

@@ -27,7 +27,8 @@ from prefixd_swap.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
 
-_THREADS = 2
+THREADS = 2
+"""Threads that code."""
 
 CodedBlocks = Mapping[tuple[int, int], "PartCode"]
 """By row and part."""
@@ -102,13 +103,13 @@ class PartCoder:
             return {}
         if self._threads is None:
             try:
-                self._threads = started_threads(_THREADS, "prefixd-codecs")
+                self._threads = started_threads(THREADS, "prefixd-codecs")
             except OutOfMemoryError as error:
                 if not self.refused["no_threads"]:
                     log.warning("blocks are written to disk as they are for now, without their codec: %s", error)
                 self.refused["no_threads"] += len(jobs)
                 return {}
-        loop, shares = asyncio.get_running_loop(), [jobs[at::_THREADS] for at in range(_THREADS)]
+        loop, shares = asyncio.get_running_loop(), [jobs[at::THREADS] for at in range(THREADS)]
         done = await asyncio.gather(
             *(loop.run_in_executor(self._threads, partial(_code_all, share)) for share in shares if share)
         )

@@ -27,8 +27,8 @@ class Calibration:
         attended_s: further seconds of a token for each token before it.
         begun_s: further seconds of the worker for each request, once: its message, its memory.
         request_s: seconds of a request outside the worker: through the daemon and back.
-        lossless_encode_bytes_per_s and the others with a codec's name: exact bytes a second that the disk's threads
-            together encode and decode.
+        lossless_encode_bytes_per_s and the others with a codec's name: exact bytes a second that all threads together
+            encode and decode.
     """
 
     machine: str

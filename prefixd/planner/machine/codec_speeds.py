@@ -62,25 +62,29 @@ def stored_bytes(name: str, shape: PartShape) -> int:
     return shape.nbytes if isinstance(coded, Refused) else coded.data.size
 
 
-def measure_codec(name: str, threads: int) -> CodecSpeed:
-    """The speed of a codec in so many threads. Raises as `stored_bytes`, and EncodingError if it fails."""
+def measure_codec(name: str, encoding: int, decoding: int) -> CodecSpeed:
+    """The speed of a codec in so many threads that encode, and that decode.
+
+    Raises:
+        UnavailableCodecError: as `stored_bytes`.
+        EncodingError: it fails.
+    """
     coding, part = Coding(find_codec(name), _MEASURED, math.inf), sample_part(_MEASURED)
     stored = code(part, coding)  # compiles
     if isinstance(stored, Refused):
         raise EncodingError(f"{name} does not encode a sampled part ({stored}); name the release in a report")
     into = np.zeros((_PARTS, part.size), np.uint8)
     decode_object(stored.data, into[0])
-    with ThreadPoolExecutor(threads) as pool:
-        nbytes = _PARTS * part.size
-        encode_s = _best_s(pool, lambda _: code(part, coding))
-        decode_s = _best_s(pool, lambda at: decode_object(stored.data, into[at]))
-    return CodecSpeed(nbytes / encode_s, nbytes / decode_s)
+    encode_s = _best_s(encoding, lambda _: code(part, coding))
+    decode_s = _best_s(decoding, lambda at: decode_object(stored.data, into[at]))
+    return CodecSpeed(_PARTS * part.size / encode_s, _PARTS * part.size / decode_s)
 
 
-def _best_s(pool: ThreadPoolExecutor, work: Callable[[int], Any]) -> float:
+def _best_s(threads: int, work: Callable[[int], Any]) -> float:
     times = []
-    for _ in range(_TIMES):
-        began_s = time.perf_counter()
-        list(pool.map(work, range(_PARTS)))
-        times.append(time.perf_counter() - began_s)
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(_TIMES):
+            began_s = time.perf_counter()
+            list(pool.map(work, range(_PARTS)))
+            times.append(time.perf_counter() - began_s)
     return max(1e-9, min(times))

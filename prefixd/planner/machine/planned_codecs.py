@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from prefixd.base.codec_names import CODEC_NAMES, CODECS_EXTRA, LOSSY
 from prefixd.base.errors import ConfigError
 from prefixd.base.extras import require
+from prefixd.cache.disk.part_coder import THREADS
 from prefixd.planner.machine.calibration import Calibration
 from prefixd.planner.planned_models import PlannedModel
 from prefixd.planner.simulation.link import SimulatedCoding
 from prefixd.settings.inference import WorkerSettings
 from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.group_shape import ELEMENT_BYTES
-from prefixd_swap.slots import round_to_slot
+from prefixd_swap.slots import coded_slot_bytes
 
 _THREAD_SPEEDS = {"lossless": (0.5e9, 1.8e9), "int8": (1.0e9, 3.5e9), "k8v4": (1.0e9, 2.7e9)}
 """Exact bytes a second that a thread encodes and decodes: `measure_codec` on one core of a Xeon of 2023."""
@@ -27,7 +28,7 @@ class PlannedCodec:
     Attributes:
         name: as of `disk.codec`.
         stored: bytes on the disk for each byte of a block: 0.52.
-        encode_bytes_per_s, decode_bytes_per_s: exact bytes a second, of all threads of the disk together.
+        encode_bytes_per_s, decode_bytes_per_s: exact bytes a second, of all threads together.
         source: of the speeds, in words.
     """
 
@@ -60,17 +61,24 @@ class PlannedCodec:
 EXACT = PlannedCodec("exact")
 
 
-def plan_codec(name: str, model: PlannedModel, threads: int, measured: Calibration | None = None) -> PlannedCodec:
+def plan_codec(
+    name: str,
+    model: PlannedModel,
+    threads: int,
+    measured: Calibration | None = None,
+    *,
+    block_tokens: int = WorkerSettings.model_fields["block_tokens"].default,
+) -> PlannedCodec:
     """A codec for the blocks of a model.
 
-    Its share of the bytes is that of sampled keys and values in a worker's blocks by its default of
-    `worker.block_tokens`: a plan's blocks may be longer, for speed.
+    Its share of the bytes is that of sampled keys and values.
 
     Args:
         name: one of `CODEC_NAMES`.
         model: whose keys and values are stored.
-        threads: of the disk tier; they encode and decode.
+        threads: of the disk tier, which decode.
         measured: a machine; its speeds count if it has them.
+        block_tokens: of the daemon's blocks; a plan's blocks may be longer, for speed.
 
     Raises:
         ConfigError: there is no such codec, or its packages are not installed.
@@ -83,14 +91,14 @@ def plan_codec(name: str, model: PlannedModel, threads: int, measured: Calibrati
     from prefixd.planner.machine.codec_speeds import AXES, stored_bytes  # needs packages of that extra
 
     dtype = "float32" if model.element_bytes == ELEMENT_BYTES["float32"] else "bfloat16"
-    tokens = WorkerSettings.model_fields["block_tokens"].default
     exact = stored = 0
     for group in model.groups:
-        shape = PartShape(dtype, group.layers, tokens, group.kv_heads, group.head_dim, AXES)
+        shape = PartShape(dtype, group.layers, block_tokens, group.kv_heads, group.head_dim, AXES)
         exact += shape.nbytes
-        stored += round_to_slot(stored_bytes(name, shape))
+        stored += coded_slot_bytes(stored_bytes(name, shape))
     speed = None if measured is None else measured.codec_speed(name)
     if measured is None or speed is None:
         encode, decode = _THREAD_SPEEDS[name]
-        return PlannedCodec(name, min(1.0, stored / exact), threads * encode, threads * decode, f"{threads} threads")
+        source = f"in {THREADS} and {threads} threads"
+        return PlannedCodec(name, min(1.0, stored / exact), THREADS * encode, threads * decode, source)
     return PlannedCodec(name, min(1.0, stored / exact), *speed, f"measured on {measured.machine}")

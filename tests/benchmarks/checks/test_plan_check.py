@@ -12,7 +12,7 @@ import pytest
 from benchmarks.checks import plan_check
 from benchmarks.common.harness import BenchmarkError
 from prefixd.cli.demo.runner import settings_for
-from prefixd.planner import calibrate
+from prefixd.planner.machine import calibrate
 from prefixd.planner.machine.calibration import Calibration
 from prefixd.planner.plan_figures import PlanFigures
 from prefixd.workloads.latency_figures import Quantiles
@@ -31,6 +31,7 @@ ROUND = PlanFigures(
     ttft_s=Quantiles(0.1, 0.2),
     disk_written_bytes=0,
     disk_read_bytes=0,
+    disk_saved_bytes=0,
     evicted_blocks={},
     preempted=0,
     gpu_busy=1.0,

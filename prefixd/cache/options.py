@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prefixd.cache.disk.namespace_codings import EXACT, TierCodec
+from prefixd.cache.coding.namespace_codings import EXACT, TierCodec
 from prefixd.cache.remote import RemoteOptions
 
 

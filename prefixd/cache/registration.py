@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefixd.base.tenancy.tenants import Tenant, Tenants
-from prefixd.cache.codec_choice import check_codec_installed
+from prefixd.cache.coding.codec_choice import check_codec_installed
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec

@@ -22,7 +22,7 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 from prefixd.base.codec_names import CodecName
 from prefixd.base.errors import ExhaustedError, NotFoundError, PreconditionError
 from prefixd.cache import BlockChain, Lease, Namespace, Reservation, Trie
-from prefixd.cache.disk.namespace_codings import TierCodec
+from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.retention import Retention

@@ -13,7 +13,7 @@ from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Troubles
-from prefixd.cache.codec_choice import codec_of
+from prefixd.cache.coding.codec_choice import codec_of
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from prefixd.cache.disk.namespace_codings import NamespaceCodings
+from prefixd.cache.coding.namespace_codings import NamespaceCodings
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask

@@ -18,9 +18,9 @@ import numpy as np
 
 from prefixd.base.long_work.pacer import give_way
 from prefixd.base.tenancy.tenants import Tenants
+from prefixd.cache.coding.namespace_codings import EXACT, NamespaceCodings, TierCodec
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.copies import DiskCopies
-from prefixd.cache.disk.namespace_codings import EXACT, NamespaceCodings, TierCodec
 from prefixd.cache.disk.part_coder import PartCoder
 from prefixd.cache.disk.writes import Write
 from prefixd.cache.index.trie import Rows, Trie

@@ -7,7 +7,7 @@ from functools import partial
 
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers
-from prefixd.cache.disk.namespace_codings import TierCodec
+from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.remote import RemoteOptions
 from prefixd.serving.dispatch.capacity.tier_share import TierShare

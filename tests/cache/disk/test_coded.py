@@ -12,7 +12,7 @@ import pytest
 from prefixd.base.codec_names import CodecName
 from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
-from prefixd.cache.disk.namespace_codings import TierCodec
+from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
 from tests.cache.disk.coded_rig import SHAPE, CodedRig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefixd.cache.disk.namespace_codings import TierCodec
+from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.index.trie import DISK
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.serving.loading.load_bytes import BlockLoads, LoadBytes, bytes_to_load

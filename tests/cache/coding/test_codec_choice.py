@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefixd.base.codec_names import CODEC_NAMES, LOSSY, CodecName
 from prefixd.base.tenancy.tenants import COMMON, Tenants
 from prefixd.cache import NamespaceSpec, PartSpec
-from prefixd.cache.codec_choice import codec_of
+from prefixd.cache.coding.codec_choice import codec_of
 
 
 def spec_of(tenant: str, codec: str = "") -> NamespaceSpec:

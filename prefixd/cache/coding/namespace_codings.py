@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from prefixd.base.codec_names import CodecName
 from prefixd.base.tenancy.tenants import Tenants
-from prefixd.cache.codec_choice import codec_of
+from prefixd.cache.coding.codec_choice import codec_of
 from prefixd.cache.namespaces import NamespaceRegistry, PartSpec
 from prefixd_swap.codecs.coding import Coding
 from prefixd_swap.codecs.registry import find_codec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,4 +56,4 @@ class PartShape:
     @property
     def nbytes(self) -> int:
         """Bytes of the part."""
-        return math.prod(self.sizes) * DTYPE_BYTES[self.dtype]
+        return 2 * self.layers * self.tokens * self.heads * self.channels * DTYPE_BYTES[self.dtype]

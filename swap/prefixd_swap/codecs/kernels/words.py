@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from prefixd_swap.codecs.codec import UInt8s
 from prefixd_swap.codecs.part_shape import PartShape
 
+_SHAPES = 256  # whose layouts are kept: a daemon's namespaces have few
 Words = npt.NDArray[Any]
 """Of a type of `WORDS`."""
 
@@ -43,6 +45,7 @@ def writable_words(into: UInt8s, word: Any) -> Iterator[Words]:
     into[:] = words.view(np.uint8)
 
 
+@lru_cache(_SHAPES)
 def layout_of(shape: PartShape) -> tuple[Any, Any]:
     """What kernels know of a shape: layers, tokens, heads, channels; words between layers, kv, tokens, heads."""
     strides, words = {}, 1

@@ -1,0 +1,1 @@
+"""What codecs save and cost, a file a part."""

@@ -10,6 +10,7 @@ from prefixd.base.codec_names import CODEC_NAMES, LOSSY, CodecName
 from prefixd.base.tenancy.tenants import COMMON, Tenants
 from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.coding.codec_choice import codec_of
+from prefixd_swap.codecs.registry import CODECS, find_codec
 
 
 def spec_of(tenant: str, codec: str = "") -> NamespaceSpec:
@@ -60,5 +61,6 @@ def test_what_is_common_to_all_loses_no_more_than_its_most_careful_owner_allows(
     assert codec_of(spec_of(COMMON, "k8v4"), tenants, tier) == "k8v4", "all owners have asked for it"
 
 
-def test_names_are_ordered_by_what_they_alter() -> None:
-    assert CODEC_NAMES[0] == "exact" and frozenset(CODEC_NAMES[2:]) == LOSSY
+def test_names_are_those_of_the_codecs_and_ordered_by_what_they_alter() -> None:
+    assert tuple(CODECS) == CODEC_NAMES
+    assert {name for name in CODEC_NAMES if find_codec(name).lossy} == LOSSY == frozenset(CODEC_NAMES[2:])

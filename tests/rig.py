@@ -47,6 +47,7 @@ from prefixd_swap import (
     register_host,
     unregister_host,
 )
+from prefixd_swap.sealing.rest_keys import RestKeys
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.stores import ObjectStore
@@ -136,13 +137,14 @@ class OpenCache:
         clock: Callable[[], float] = lambda: 0.0,
         options: CacheOptions | None = None,
         tiers: dict[str, Any] | None = None,
+        keys: RestKeys | None = None,
         **cache: Any,
     ) -> None:
         self.device = device
         self.store = None
         if disk_bytes:
             assert path is not None
-            self.store = SlabStore.open(path, disk_bytes, slab_bytes=slab_bytes, io=io, ops=ops)
+            self.store = SlabStore.open(path, disk_bytes, slab_bytes=slab_bytes, io=io, ops=ops, keys=keys)
         self.arena = CpuArena(cpu_bytes) if cpu_bytes else None
         if self.arena is not None and device != "cpu":
             register_host(self.arena.span(0, 0).address, self.arena.capacity_bytes)
@@ -208,9 +210,11 @@ class Rig(OpenCache):
         seal: Seal | None = None,
         options: RemoteOptions | None = None,
         tenants: Tenants | None = None,
+        keys: RestKeys | None = None,
         **cache: Any,
     ) -> None:
         self.path = path
+        self.keys = keys
         self.device = device
         self.part_bytes = part_bytes if device == "cpu" else 2 << 20
         self.clock = Clock()
@@ -240,6 +244,7 @@ class Rig(OpenCache):
             self.path,
             cpu_bytes=cpu,
             disk_bytes=disk,
+            keys=self.keys,
             slab_bytes=disk,
             io=self._io,
             ops=self.ops,

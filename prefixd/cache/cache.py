@@ -180,7 +180,9 @@ class TieredCache:
         remove_refused(store, restored)
         used = {identity for identity, namespace in known.items() if self._tries.has_blocks(namespace)}
         remove_unused(store, stored.keys() - used)
-        self.mover.disk.metadata.saved.update(used)
+        metadata = self.mover.disk.metadata
+        metadata.saved.update(used)
+        store.reseal_namespaces(metadata.encryption())
         self.mover.use.recount(self.tries)
         heap.give_back()
         return restored.blocks

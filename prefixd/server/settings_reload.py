@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable
 from prefixd.base.errors import ConfigError
 from prefixd.cache import TieredCache, Troubles
 from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.disk_keys import read_disk_keys
 from prefixd.server.figures.tenant_figures import check_tiers_hold
 from prefixd.server.rpc.sockets.listeners import Listeners
 from prefixd.settings import Settings, dotted_values
 from prefixd.settings.checks import check_codecs
+from prefixd_swap import StorageError
+from prefixd_swap.sealing.rest_keys import RestKeys, key_name
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ _READ_AGAIN = (
     "server.admin_uids",
     "server.admin_certificates",
     "server.metrics_certificates",
+    "disk.encryption_key_file",
 )
 
 
@@ -83,6 +87,8 @@ class SettingsReload:
         try:
             fresh = self._settings if self._read is None else await asyncio.to_thread(self._read)
             tokens = None if self._doors.tokens is None else await self._doors.tokens.read()
+            keys = await asyncio.to_thread(read_disk_keys, fresh)
+            await self._check_keys(keys)
             self._check(fresh)
             self._doors.update(fresh)  # the last step that can fail, so that settings change together or not at all
         except Exception as error:
@@ -94,6 +100,7 @@ class SettingsReload:
         self._troubles.end(PART)
         if self._doors.tokens is not None and tokens is not None:
             self._doors.tokens.use(tokens)
+        await self._use_keys(keys)
         self._cache.tenants.set_quotas(fresh.quotas)
         self._cache.tenants.set_codecs(fresh.codecs)
         self._log_removed_tenants(self._named - set(fresh.tenants))
@@ -106,6 +113,26 @@ class SettingsReload:
         if later:
             log.warning("%s changed; only a restart brings the change into force", ", ".join(later))
         self._audit.log_event("settings read again", None)
+
+    async def _check_keys(self, keys: RestKeys) -> None:
+        """Raises ConfigError if a key is missing that blocks on disk need: they could not be read any more."""
+        if (disk := self._cache.tiers.durable) is None or (disk.keys.empty and keys.empty):
+            return
+        used = await disk.encryption()
+        if missing := keys.missing({*used.records, *used.bytes, *used.namespaces} - {0}):
+            raise ConfigError(
+                f"blocks on disk are encrypted with keys that no key file has ({', '.join(map(key_name, missing))}); "
+                "put each of these keys back, as a line after the first of disk.encryption_key_file or of a tenant's"
+            )
+
+    async def _use_keys(self, keys: RestKeys) -> None:
+        if (disk := self._cache.tiers.durable) is None or (disk.keys.empty and keys.empty):
+            return
+        disk.keys.replace(keys)
+        try:
+            await asyncio.to_thread(disk.reseal_namespaces, self._cache.mover.disk.metadata.encryption())
+        except StorageError as error:
+            log.error("the namespaces on disk keep their former keys until the next start: %s", error)
 
     def _log_removed_tenants(self, names: Iterable[str]) -> None:
         """Logs tenants that the settings no longer name and that still have blocks."""

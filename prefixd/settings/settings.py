@@ -64,6 +64,16 @@ class Settings(Section):
             )
         return self
 
+    @check_together(mode="after")
+    def _check_encryption(self) -> Self:
+        named = sorted(name for name, tenant in self.tenants.items() if tenant.encryption_key_file is not None)
+        if named and self.disk.encryption_key_file is None and self.cache.share_after:
+            raise ValueError(
+                f"tenants.{named[0]}.encryption_key_file is set, but with cache.share_after = {self.cache.share_after} "
+                "blocks become common, and those would be on disk in clear; set disk.encryption_key_file, too"
+            )
+        return self
+
     def on_device(self, device: str) -> Self:
         """Returns the settings with the defaults of the model's device, such as "cuda:0", for all that are not set."""
         if not device.startswith("cuda"):

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from prefixd.base.codec_names import CodecName
 from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.base.tiers import QUOTA_TIERS
-from prefixd.settings.field_types import Bytes, Count, Section, UserId, listed_numbers
+from prefixd.settings.field_types import AbsolutePath, Bytes, Count, Section, UserId, listed_numbers
 
 
 class TenantSettings(Section):
@@ -56,6 +56,8 @@ class TenantSettings(Section):
     retained_bytes: Bytes | None = None
     """The most bytes of blocks to which the tenant's clients may give a priority above 0. Without it, all tenants
     together may have half of this host's tiers."""
+    encryption_key_file: AbsolutePath | None = None
+    """File with keys, as disk.encryption_key_file, that encrypt this tenant's blocks on disk instead of those."""
     codec: CodecName | None = None
     """How the disk and the shared store keep the tenant's blocks, instead of disk.codec and remote.codec. A namespace
     whose client names a codec has that one. A change counts for blocks that are written from then on; those that have

@@ -155,6 +155,11 @@ class DiskSettings(Section):
     drop_missing: bool = False
     """Start without directories of `more_paths` that are gone, and lose the blocks in them. Without it the daemon then
     refuses to start: the drive may not be mounted."""
+    encryption_key_file: AbsolutePath | None = None
+    """File (mode 0600) with keys, one a line, 16 bytes or more each: `openssl rand -hex 32 > FILE`. The first one
+    encrypts what is written to disk from then on, of tenants without a key file of their own; all of them decrypt. To
+    replace a key write a new first line, and send SIGHUP; remove the old line when `prefixd doctor` shows no block
+    under it. It needs `pip install 'prefixd[encryption]'`. None: blocks are written in clear."""
     scrub_bytes_per_s: Bytes = 16 << 20
     """The most bytes that the scrubber reads in a second, to find damage before a reader does; 0: off. A block below 16
     KiB counts as 16 KiB."""

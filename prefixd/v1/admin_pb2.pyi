@@ -1381,12 +1381,24 @@ class Holder(_message.Message):
     blocks: int
     def __init__(self, owner: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
+class DiskKey(_message.Message):
+    __slots__ = ("key", "blocks", "nbytes", "encrypts")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    ENCRYPTS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    blocks: int
+    nbytes: int
+    encrypts: bool
+    def __init__(self, key: _Optional[str] = ..., blocks: _Optional[int] = ..., nbytes: _Optional[int] = ..., encrypts: bool = ...) -> None: ...
+
 class CheckIntegrityRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class CheckIntegrityResponse(_message.Message):
-    __slots__ = ("violations", "blocks", "slots", "sessions", "leases", "reservations", "troubles", "holders")
+    __slots__ = ("violations", "blocks", "slots", "sessions", "leases", "reservations", "troubles", "holders", "disk_keys")
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -1395,6 +1407,7 @@ class CheckIntegrityResponse(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    DISK_KEYS_FIELD_NUMBER: _ClassVar[int]
     violations: _containers.RepeatedScalarFieldContainer[str]
     blocks: int
     slots: int
@@ -1403,4 +1416,5 @@ class CheckIntegrityResponse(_message.Message):
     reservations: int
     troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
     holders: _containers.RepeatedCompositeFieldContainer[Holder]
-    def __init__(self, violations: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ...) -> None: ...
+    disk_keys: _containers.RepeatedCompositeFieldContainer[DiskKey]
+    def __init__(self, violations: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., disk_keys: _Optional[_Iterable[_Union[DiskKey, _Mapping]]] = ...) -> None: ...

@@ -16,6 +16,7 @@ from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.placement.movement import to_the_end
 from prefixd.cache.placement.placement import Placement
 from prefixd_swap import StorageError
+from prefixd_swap.sealing.rest_keys import RestKey
 from prefixd_swap.tiers import StoreTier
 
 _PINNED_AT_ONCE = 1 << 13
@@ -54,10 +55,14 @@ class DiskMetadata:
         for ordinal in np.unique(trie.namespace[rows]).tolist():
             namespace = self._namespaces.at(ordinal)
             if namespace.id not in self.saved:
-                await self._store.put_namespace(
-                    namespace.id, msgspec.msgpack.encode(namespace.spec, enc_hook=to_fields)
-                )
+                spec = msgspec.msgpack.encode(namespace.spec, enc_hook=to_fields)
+                await self._store.put_namespace(namespace.id, spec, self._store.keys.key_for(namespace.spec.tenant))
                 self.saved.add(namespace.id)
+
+    def encryption(self) -> dict[bytes, RestKey | None]:
+        """The keys of all namespaces that the index has; None: in clear."""
+        keys, names = self._store.keys, self._namespaces
+        return {each: keys.key_for(names.get(each).spec.tenant) for each in self.saved if each in names}
 
     async def forget_namespaces(self, ids: Sequence[bytes]) -> None:
         """Removes namespaces from the index, except those registered again. After a failure the next start tries

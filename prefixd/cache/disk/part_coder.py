@@ -1,13 +1,13 @@
-"""Makes fewer bytes of blocks before they are written to disk, in threads."""
+"""Makes fewer bytes of blocks before they are written to disk, and encrypts them, in threads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -15,12 +15,15 @@ import xxhash
 
 from prefixd.cache.coding.namespace_codings import NamespaceCodings
 from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
 from prefixd_swap import OutOfMemoryError, Span, host_bytes, started_threads
-from prefixd_swap.codecs.codec import Refused
+from prefixd_swap.codecs.codec import Refused, UInt8s
 from prefixd_swap.codecs.coded_part import CodedPart
-from prefixd_swap.codecs.coding import Coding, code
+from prefixd_swap.codecs.coding import Coded, Coding, code
+from prefixd_swap.sealing.rest_keys import RestKey
+from prefixd_swap.sealing.sealed_objects import part_identity, seal
 from prefixd_swap.slab.index.block_record import Errors
 from prefixd_swap.slots import PAGE_BYTES, coded_slot_bytes, round_to_slot
 from prefixd_swap.tiers import MemoryTier
@@ -36,7 +39,7 @@ CodedBlocks = Mapping[tuple[int, int], "PartCode"]
 
 @dataclass(frozen=True, slots=True)
 class PartCode:
-    """A part that is to be stored coded.
+    """A part that is to be stored coded, encrypted, or both.
 
     Attributes:
         stored: what is written.
@@ -64,21 +67,25 @@ class _Job:
     row: int
     part: int
     span: Span
-    coding: Coding
+    coding: Coding | None
     known: int | None
+    key: RestKey | None
+    identity: bytes
 
 
 class PartCoder:
-    """Codes parts of blocks.
+    """Codes and encrypts parts of blocks.
 
     Args:
         placement: records where blocks are.
         codings: how the parts of each namespace are coded.
+        namespaces: have the tenants, whose keys encrypt.
     """
 
-    def __init__(self, placement: Placement, codings: NamespaceCodings) -> None:
+    def __init__(self, placement: Placement, codings: NamespaceCodings, namespaces: NamespaceRegistry) -> None:
         self._tiers = placement.tiers
         self._codings = codings
+        self._namespaces = namespaces
         self._threads: ThreadPoolExecutor | None = None
         self.refused: Counter[str] = Counter()
         """Parts that stayed as they are though a codec was chosen, by reason."""
@@ -90,13 +97,17 @@ class PartCoder:
 
     def has_work(self, trie: Trie, rows: Rows) -> bool:
         """Whether any of the rows' namespaces is stored otherwise than it is."""
-        return any(any(self._codings.codings(ordinal)) for ordinal in np.unique(trie.namespace[rows]).tolist())
+        return any(
+            self._key(ordinal) is not None or any(self._codings.codings(ordinal))
+            for ordinal in np.unique(trie.namespace[rows]).tolist()
+        )
 
     async def code(self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask) -> CodedBlocks:
-        """Codes parts of the KV groups in each mask of rows, held in `source`; leaves out those to be stored raw.
+        """Codes and encrypts parts of the KV groups in each mask of rows, held in `source`; leaves out those to be
+        stored raw.
 
-        Bytes in memory that came from a lossy copy are coded without loss. Bytes that are not what was committed stay
-        raw, so that the checksum of the commit finds them when they are read.
+        Bytes in memory that came from a lossy copy are coded without loss. Bytes that are not what was committed are
+        not coded, so that the checksum of the commit finds them when they are read.
         """
         jobs = self._jobs(trie, rows, source, groups) if source.backed else []
         if not jobs:
@@ -108,60 +119,106 @@ class PartCoder:
                 if not self.refused["no_threads"]:
                     log.warning("blocks are written to disk as they are for now, without their codec: %s", error)
                 self.refused["no_threads"] += len(jobs)
-                return {}
+                return self._collect([_code(replace(job, coding=None)) for job in jobs if job.key is not None])
         loop, shares = asyncio.get_running_loop(), [jobs[at::THREADS] for at in range(THREADS)]
         done = await asyncio.gather(
             *(loop.run_in_executor(self._threads, partial(_code_all, share)) for share in shares if share)
         )
-        coded: dict[tuple[int, int], PartCode] = {}
-        for outcomes in done:
-            for job, outcome in outcomes:
-                if isinstance(outcome, PartCode):
-                    coded[job.row, job.part] = outcome
-                else:
-                    self.refused[outcome] += 1
+        return self._collect([outcome for outcomes in done for outcome in outcomes])
+
+    async def complete(
+        self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask, coded: CodedBlocks
+    ) -> CodedBlocks:
+        """Adds to `coded` the parts that must be encrypted and are not among them, as they have come to memory since.
+
+        No part of a tenant with a key is written in clear.
+        """
+        lacking = [
+            at
+            for at, (row, ordinal) in enumerate(zip(rows.tolist(), trie.namespace[rows].tolist(), strict=True))
+            if self._key(ordinal) is not None
+            and any((row, part) not in coded for part in np.flatnonzero(trie.part_mask & groups[at]).tolist())
+        ]
+        if not lacking:
+            return coded
+        return {**coded, **await self.code(trie, rows[lacking], source, groups[lacking])}
+
+    def _collect(self, outcomes: Iterable[_Outcome]) -> dict[tuple[int, int], PartCode]:
+        coded = {}
+        for outcome in outcomes:
+            if outcome.made is not None:
+                coded[outcome.job.row, outcome.job.part] = outcome.made
+            if outcome.refused:
+                self.refused[outcome.refused] += 1
         return coded
+
+    def _key(self, ordinal: int) -> RestKey | None:
+        """The key that encrypts the blocks of a namespace."""
+        durable = self._tiers.durable
+        return None if durable is None else durable.keys.key_for(self._namespaces.at(ordinal).spec.tenant)
 
     def _jobs(self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask) -> list[_Job]:
         jobs: list[_Job] = []
         of_shared = source is self._tiers.shared  # checksums are of its bytes
         for ordinal in np.unique(trie.namespace[rows]).tolist():
-            codings = self._codings.codings(ordinal)
-            if not any(codings):
+            codings, key = self._codings.codings(ordinal), self._key(ordinal)
+            if key is None and not any(codings):
                 continue
             mine = np.flatnonzero(trie.namespace[rows] == ordinal)
             addresses = source.addresses(trie.slots[rows[mine], source.level]).tolist()
             checksums, known = trie.checksums[rows[mine]].tolist(), trie.checksummed[rows[mine]].tolist()
-            decoded = trie.decoded[rows[mine]].tolist()
+            decoded, names = trie.decoded[rows[mine]].tolist(), trie.keys(rows[mine])
+            namespace = self._namespaces.at(ordinal).id
             for at, (place, mask) in enumerate(zip(mine.tolist(), groups[mine].tolist(), strict=True)):
                 for part in np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist():
                     coding = codings[part] if trie.part_bytes[part] > PAGE_BYTES else None
                     if coding is not None and coding.codec.lossy and decoded[at] & int(trie.part_mask[part]):
                         coding = self._codings.without_loss(ordinal, part)
-                    if coding is not None:
+                    if coding is not None or key is not None:
                         span = Span(addresses[at][part], trie.part_bytes[part], source.on_device)
                         expected = checksums[at][part] if of_shared and known[at][part] else None
-                        jobs.append(_Job(int(rows[place]), part, span, coding, expected))
+                        identity = part_identity(namespace, names[at].tobytes(), part)
+                        jobs.append(_Job(int(rows[place]), part, span, coding, expected, key, identity))
         return jobs
 
 
-def _code_all(jobs: Sequence[_Job]) -> list[tuple[_Job, PartCode | str]]:
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What was made of a part, None: it is stored as it is; and why it was not coded."""
+
+    job: _Job
+    made: PartCode | None
+    refused: str = ""
+
+
+def _code_all(jobs: Sequence[_Job]) -> list[_Outcome]:
     """Runs in a thread."""
-    return [(job, _code(job)) for job in jobs]
+    return [_code(job) for job in jobs]
 
 
-def _code(job: _Job) -> PartCode | str:
-    """The coded part, or why it is stored as it is."""
+def _code(job: _Job) -> _Outcome:
     data = np.frombuffer(host_bytes(job.span, job.span.nbytes), np.uint8)
     checksum = xxhash.xxh3_64_intdigest(data.data)
     if job.known is not None and job.known != checksum:
-        return "altered_in_memory"
-    made = code(data, job.coding)
-    if isinstance(made, Refused):
-        return made.value
-    if coded_slot_bytes(made.data.nbytes) >= round_to_slot(data.nbytes):
-        return Refused.NOT_FEWER.value  # in whole pages: then the exact bytes are the better ones
+        made = None if job.key is None else _encrypt(job, job.key, data, job.known)
+        return _Outcome(job, made, "altered_in_memory")
+    coded = None if job.coding is None else code(data, job.coding)
+    refused = coded.value if isinstance(coded, Refused) else ""
+    if isinstance(coded, Coded) and coded_slot_bytes(coded.data.nbytes) >= round_to_slot(data.nbytes):
+        refused = Refused.NOT_FEWER.value  # in whole pages: then the exact bytes are the better ones
+    if not isinstance(coded, Coded) or refused:
+        return _Outcome(job, None if job.key is None else _encrypt(job, job.key, data, checksum), refused)
     errors = None
-    if made.errors is not None:
-        errors = float(made.errors.largest.max()), float(made.errors.rms.max())
-    return PartCode(CodedPart(made.data, xxhash.xxh3_64_intdigest(made.data.data)), checksum, errors)
+    if coded.errors is not None:
+        errors = float(coded.errors.largest.max()), float(coded.errors.rms.max())
+    if job.key is not None:
+        return _Outcome(job, _encrypt(job, job.key, coded.data, checksum, coded=True, errors=errors))
+    return _Outcome(job, PartCode(CodedPart(coded.data, xxhash.xxh3_64_intdigest(coded.data.data)), checksum, errors))
+
+
+def _encrypt(
+    job: _Job, key: RestKey, data: UInt8s, checksum: int, *, coded: bool = False, errors: Errors | None = None
+) -> PartCode:
+    """The part, encrypted: `data` is what a codec has made of it, or else its own bytes with `checksum`."""
+    sealed = seal(data, key, job.identity, coded=coded, checksum=None if coded else checksum)
+    return PartCode(CodedPart(sealed, xxhash.xxh3_64_intdigest(sealed.data), key.id), checksum, errors)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from prefixd.cache.disk.damaged_blocks import Damage
 from prefixd.cache.disk.health import Drop
-from prefixd.cache.disk.records import DiskRecords
+from prefixd.cache.disk.records import DiskRecords, Identity
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement.movement import Movement, UrgentLock, to_the_end
 from prefixd.cache.placement.placement import Placement
@@ -67,6 +67,7 @@ class DiskReads:
             target.addresses(taken),
             tuple(trie.part_bytes[part] for part in chosen),
             trie.coded_bytes[rows][:, chosen] if trie.has_coded else None,
+            *self._names(trie, rows, chosen),
         )
         read = store.submit_read(loads, movement.urgency, deadline_s=movement.due_s)
         outcomes = await movement.run(read)
@@ -98,6 +99,14 @@ class DiskReads:
         groups = int(np.bitwise_or.reduce(trie.part_mask[list(parts)]))
         trie.set_decoded(altered, np.full(len(altered), groups, np.uint8))
 
+    def _names(
+        self, trie: Trie, rows: Rows, parts: Sequence[int]
+    ) -> tuple[list[Identity] | None, tuple[int, ...] | None]:
+        """What encrypted parts need to be read."""
+        if not trie.has_coded or self._store.keys.empty:
+            return None, None
+        return self._records.identities(trie, rows), tuple(parts)
+
     async def reread(self, trie: Trie, row: int) -> StorageError | None:
         """Reads a block into scratch memory. Returns the error, or None if the block is good."""
         store, here = self._store, np.array([row])
@@ -105,7 +114,8 @@ class DiskReads:
         addresses = np.array([[buffer.ctypes.data for buffer in scratch]], np.int64)
         coded = trie.coded_bytes[here] if trie.has_coded else None
         loads = Loads(
-            trie.slots[here, store.level], trie.stored_checksums(here), addresses, tuple(trie.part_bytes), coded
+            *(trie.slots[here, store.level], trie.stored_checksums(here), addresses, tuple(trie.part_bytes), coded),
+            *self._names(trie, here, range(len(trie.part_bytes))),
         )
         with self._placement.holds.hold("disk probe", trie, here, store):
             (outcome,) = await store.read(loads, Urgency.DEMAND)

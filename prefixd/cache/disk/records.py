@@ -14,6 +14,7 @@ from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Tiers
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, Span
 from prefixd_swap.codecs.coded_part import CodedPart
+from prefixd_swap.sealing.rest_keys import RestKey
 from prefixd_swap.slab.index.block_record import Errors
 from prefixd_swap.tiers import MemoryTier
 
@@ -32,6 +33,10 @@ class DiskRecords:
 
     def identity(self, trie: Trie, row: int) -> Identity:
         return self._namespaces.at(int(trie.namespace[row])).id, trie.key(row)
+
+    def key(self, trie: Trie, row: int) -> RestKey | None:
+        """The key that encrypts what is written of a block; None: it is written in clear."""
+        return self._tiers.require_durable().keys.key_for(self._namespaces.at(int(trie.namespace[row])).spec.tenant)
 
     def identities(self, trie: Trie, rows: Rows) -> list[Identity]:
         keys = trie.keys(rows).tobytes()
@@ -91,7 +96,8 @@ class DiskRecords:
                 if made is not None and written[at][part]:
                     parts[part], taken[part] = made.stored, made.checksum
                     most = larger_errors(most, made.errors)
-            blocks.append(NewBlock(*name, parent, tokens, depth, parts, taken, errors=most))
+            key = self.key(trie, int(rows[at]))
+            blocks.append(NewBlock(*name, parent, tokens, depth, parts, taken, errors=most, encryption=key))
         return blocks
 
     def _on_disk(self, trie: Trie, rows: Rows) -> list[list[DiskPart | None]]:

@@ -283,6 +283,7 @@ class DiskWrites:
             return batch
         trie, urgency = how.trie, how.movement.urgency
         groups = self._to_write(how, batch)
+        coded = await self._coder.complete(trie, batch, how.source, groups, coded)
         blocks = self._records.new_blocks(trie, batch, how.source, groups, coded)
         piece_bytes = max(how.piece_bytes, self._store.least_piece_bytes)
         nbytes = sum(trie.part_bytes)

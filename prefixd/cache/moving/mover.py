@@ -94,7 +94,7 @@ class Mover:
         self.changed = self.placement.changed
         self.checksums = Checksums(self.placement)
         codings = NamespaceCodings(namespaces, self.use.tenants, disk_codec)
-        self.coder = PartCoder(self.placement, codings)
+        self.coder = PartCoder(self.placement, codings, namespaces)
         self.disk = DiskCopies(self.placement, tries, namespaces, self.checksums, self.coder)
         self.room = Room(self.placement, tries, policy, self.disk)
         self.disk.writes.make_room = self.room.make

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from prefixd.planner.simulation.link import SimulatedLink
 from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.errors import IntegrityError, LostBytesError, RecordDamagedError, StorageError
+from prefixd_swap.sealing.rest_keys import RestKey
 from prefixd_swap.slab.index.block_record import (
     NAMESPACE_BYTES,
     BlockRecord,
@@ -21,7 +22,7 @@ from prefixd_swap.slab.index.block_record import (
     record_slots,
     without_parts,
 )
-from prefixd_swap.slab.index.record_columns import IndexTable, Records
+from prefixd_swap.slab.index.record_columns import Encryption, IndexTable, Records
 from prefixd_swap.slab.index.recovery import prefix_closed
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
@@ -117,7 +118,14 @@ class UnbackedStoreTier(StoreTier):
         for namespace in namespaces:
             self._namespaces.pop(namespace, None)
 
-    async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
+    async def encryption(self) -> Encryption:
+        """Nothing is encrypted here."""
+        return self._table().encryption
+
+    def reseal_namespaces(self, encryption: Mapping[bytes, RestKey | None]) -> None:
+        """Nothing is encrypted here."""
+
+    async def put_namespace(self, namespace: bytes, spec: bytes, encryption: RestKey | None = None) -> None:
         """Stores what a namespace stands for."""
         self._namespaces[namespace] = spec
 

@@ -31,6 +31,8 @@ from prefixd.server.rpc.receiving import current_caller
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2
+from prefixd_swap import StorageError
+from prefixd_swap.sealing.rest_keys import key_name
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +306,29 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 pb.Holder(owner=owner, blocks=blocks)
                 for owner, blocks in self._cache.holds.blocks_by_owner().most_common(_HOLDERS)
             ],
+            disk_keys=await self._disk_keys(),
         )
+
+    async def _disk_keys(self) -> list[pb.DiskKey]:
+        """Which keys encrypt the blocks on disk; empty without key files."""
+        if (disk := self._cache.tiers.durable) is None or disk.keys.empty:
+            return []
+        try:
+            used = await disk.encryption()
+        except StorageError as error:
+            log.error("which keys encrypt the blocks on disk cannot be read: %s", error)
+            return []
+        encrypting = disk.keys.encrypting()
+        return [
+            pb.DiskKey(
+                key=key_name(key_id) if key_id else "",
+                blocks=used.records[key_id],
+                nbytes=used.bytes[key_id],
+                encrypts=key_id in encrypting,
+            )
+            for key_id in sorted({*used.records, *used.bytes, *used.namespaces, *encrypting})
+            if key_id or used.records[0]
+        ]
 
 
 def _limits_set(request: pb.SetTenantRequest) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.extras import require
-from prefixd.server.startup.secret_files import read_secret
+from prefixd.server.access.secret_files import read_secret
 from prefixd.settings import RemoteSettings
 from prefixd_swap import CpuArena, StorageError
 from prefixd_swap.sealing.derived_keys import LEAST_SECRET_BYTES

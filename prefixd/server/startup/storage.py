@@ -12,6 +12,7 @@ from prefixd.base.errors import ConfigError
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers, Troubles
 from prefixd.process.process_limits import LOCK
+from prefixd.server.access.disk_keys import read_disk_keys
 from prefixd.server.access.socket_access import make_private
 from prefixd.server.startup.remote_store import open_remote
 from prefixd.serving.dispatch.wiring import make_cache
@@ -26,6 +27,7 @@ from prefixd_swap import (
     SwapError,
     create_copy_engine,
 )
+from prefixd_swap.errors import MissingKeyError
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +111,8 @@ def open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -
     """Opens the disk tier's store; None without a disk tier.
 
     Raises:
-        ConfigError: the directory cannot be used, or has more blocks than `disk.bytes` allows.
+        ConfigError: the directory cannot be used, has more blocks than `disk.bytes` allows, or blocks that are
+            encrypted with keys that no key file has.
     """
     if not settings.disk.bytes:
         return None
@@ -126,6 +129,7 @@ def open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -
             shrink=settings.disk.shrink,
             more_paths=settings.disk.more_paths,
             drop_missing=settings.disk.drop_missing,
+            keys=read_disk_keys(settings),
         )
     except MissingDriveError as error:
         raise ConfigError(
@@ -136,6 +140,10 @@ def open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -
         raise ConfigError(
             f"disk.bytes = {settings.disk.bytes}: {error} in disk.path = {path}; raise disk.bytes, or set "
             "disk.shrink = true to lose these blocks"
+        ) from error
+    except MissingKeyError as error:
+        raise ConfigError(
+            f"disk.path = {path}: {error}; key files are disk.encryption_key_file and tenants.NAME.encryption_key_file"
         ) from error
     except SwapError as error:
         raise ConfigError(f"disk.path = {path}: {error}") from error

@@ -15,10 +15,12 @@ class CodedPart:
     Attributes:
         data: the stored bytes.
         checksum: xxh3_64 of them.
+        key_id: the id of the key that encrypts them; 0: they are in clear.
     """
 
     data: UInt8s = field(repr=False)
     checksum: int
+    key_id: int = 0
 
     @property
     def span(self) -> Span:

@@ -2,16 +2,13 @@
 
 `update_into` takes the pieces of one message where they lie, while the class AESGCM wants them in one piece with the
 tag. From cryptography 50 on it releases the interpreter's lock for pieces above 64 KiB.
+
+The package is imported when something is encrypted or decrypted: it is needed by no one else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 Bytes = bytes | bytearray | memoryview
 
@@ -29,6 +26,10 @@ def encrypt(key: bytes, nonce: bytes, clear: Iterable[Bytes], hidden: Iterable[t
         hidden: pieces that are encrypted, each with the memory for the result, which has as many bytes and may be the
             piece itself.
     """
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
     encryption = Cipher(AES(key), GCM(nonce)).encryptor()
     for piece in clear:
         encryption.authenticate_additional_data(piece)
@@ -42,6 +43,11 @@ def decrypt(
     key: bytes, nonce: bytes, tag: bytes, clear: Iterable[Bytes], hidden: Iterable[tuple[Bytes, Bytes]]
 ) -> bool:
     """Decrypts a message of `encrypt`, likewise. False if it is not what was encrypted; the memory then has garbage."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
     decryption = Cipher(AES(key), GCM(nonce, tag)).decryptor()
     for piece in clear:
         decryption.authenticate_additional_data(piece)

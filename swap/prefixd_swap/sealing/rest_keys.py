@@ -70,10 +70,20 @@ class RestKeys:
         firsts = {name: keys[0] for name, keys in tenants.items() if keys}
         self._keys = _Keys(shared[0] if shared else None, firsts, opening)
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is no key."""
+        return not self._keys.opening
+
     def key_for(self, tenant: str) -> RestKey | None:
         """The key that encrypts what is written of a tenant; None: it is written in clear."""
         keys = self._keys
         return keys.tenants.get(tenant, keys.shared)
+
+    def encrypting(self) -> set[int]:
+        """Ids of the keys that encrypt what is written now, of any tenant."""
+        keys = self._keys
+        return {key.id for key in (keys.shared, *keys.tenants.values()) if key is not None}
 
     def find(self, key_id: int) -> RestKey:
         """The key with this id.
@@ -93,8 +103,13 @@ class RestKeys:
         return sorted(set(key_ids).difference(self._keys.opening))
 
     def replace(self, others: RestKeys) -> None:
-        """Take the keys of `others` instead, for all later calls."""
-        self._keys = others._keys
+        """Take the keys of `others` instead, for all later calls.
+
+        A key that has encrypted until now still decrypts: a write under way may use it.
+        """
+        before, after = self._keys, others._keys
+        used = {key_id: before.opening[key_id] for key_id in self.encrypting()}
+        self._keys = _Keys(after.shared, after.tenants, {**used, **after.opening})
 
 
 @dataclass(frozen=True, slots=True)

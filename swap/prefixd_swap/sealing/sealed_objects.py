@@ -66,6 +66,14 @@ def is_sealed(stored: UInt8s | bytes) -> bool:
     return bytes(stored[: len(_MAGIC)]) == _MAGIC
 
 
+def sealed_key(stored: UInt8s | bytes) -> int:
+    """The id of the key that encrypts an object; 0 for bytes that do not begin as an object does."""
+    if not is_sealed(stored) or len(stored) < SEAL_BYTES:
+        return 0
+    key_id: int = _HEAD.unpack_from(bytes(stored[: _HEAD.size]))[3]
+    return key_id
+
+
 def seal(data: UInt8s, key: RestKey, identity: bytes, *, coded: bool = False, checksum: int | None = None) -> UInt8s:
     """An object with `data`, encrypted; SEAL_BYTES larger.
 

@@ -14,9 +14,6 @@ import struct
 
 import numpy as np
 import numpy.typing as npt
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import CTR, ECB
 
 from prefixd_swap.errors import EncodingError
 from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
@@ -81,6 +78,10 @@ def _decrypt(sealed: UInt8s, key: RestKey, opened: UInt8s) -> None:
     blocks = -(-nbytes // _BLOCK_BYTES)
     if not nbytes:
         return
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import ECB
+
     encryption, step = Cipher(AES(key.records), ECB()).encryptor(), max(1, _BYTES_AT_ONCE // (blocks * _BLOCK_BYTES))
     memory = np.empty(min(step, count) * blocks * _BLOCK_BYTES + _BLOCK_BYTES - 1, np.uint8)  # more: `update_into`
     numbers = np.arange(blocks, dtype=">u8").view(np.uint64)
@@ -98,5 +99,9 @@ def _decrypt(sealed: UInt8s, key: RestKey, opened: UInt8s) -> None:
 
 
 def _in_counter_mode(data: bytes, key: RestKey, nonce: bytes) -> bytes:
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import CTR
+
     cipher = Cipher(AES(key.records), CTR(nonce + bytes(_BLOCK_BYTES - _NONCE_BYTES)))
     return cipher.encryptor().update(data)

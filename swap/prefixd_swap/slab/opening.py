@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from prefixd_swap.errors import StorageError
+from prefixd_swap.errors import MissingKeyError, StorageError
+from prefixd_swap.sealing.rest_keys import RestKeys, key_name
+from prefixd_swap.sealing.sealed_objects import sealed_key
 from prefixd_swap.slab.data_directory import DataDirectory
 from prefixd_swap.slab.files.file_ops import FileOps, storage_error
 from prefixd_swap.slab.files.io import DiskIo
@@ -33,6 +35,7 @@ def open_parts(
     shrink: bool,
     more_paths: Sequence[Path],
     drop_missing: bool,
+    keys: RestKeys,
 ) -> tuple[DataDirectory, SlabIndex, SlabFiles, Recovery, Records]:
     """The parts of a store and the recovered blocks; arguments and errors as `SlabStore.open`."""
     with ExitStack() as undo:
@@ -42,14 +45,15 @@ def open_parts(
         index = SlabIndex(directory.index, ops)
         undo.callback(index.close)
         io = directory.usable_io(io)
-        table = _read_index(index, ops)
+        table = _read_index(index, ops, keys)
+        _refuse_missing_keys(table, index.namespaces(), keys, path)
         # Blocks of an index that was set aside may be brought back, and any slab may hold them.
         holding = range(MAX_NUMBER + 1) if list_set_aside(directory.index) else slabs_named(table)
         slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=holding, shrink=shrink)
         recovery, recovered, dropped = recover(table, slabs, index.damage)
         if dropped and None in index.apply([(key, None) for key in dropped]):
             index.replace("it does not find what it has")
-            table = _bring_back(index, ops)
+            table = _bring_back(index, ops, keys)
             slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
             recovery, recovered, dropped = recover(table, slabs, index.damage)
             index.apply([(key, None) for key in dropped])
@@ -74,23 +78,37 @@ def _note_absent(directory: DataDirectory, ops: FileOps) -> None:
         raise storage_error(f"looking for the index in {directory.index}", error) from error
 
 
-def _read_index(index: SlabIndex, ops: FileOps) -> IndexTable:
+def _refuse_missing_keys(table: IndexTable, specs: Mapping[bytes, bytes], keys: RestKeys, path: Path) -> None:
+    """Raise MissingKeyError if blocks, or namespaces that have blocks, are encrypted with other keys."""
+    of_specs = {namespace: key_id for namespace, spec in specs.items() if (key_id := sealed_key(spec))}
+    lacking = set(keys.missing(of_specs.values()))
+    lacking = {key_id for namespace, key_id in of_specs.items() if key_id in lacking and table.has(namespace)}
+    if missing := sorted({*table.missing_keys(), *lacking}):
+        names = ", ".join(map(key_name, missing))
+        raise MissingKeyError(
+            f"blocks are encrypted with keys that no key file has ({names}); put each of these keys back into a key "
+            f"file, as a line after the first; if one is lost, so are its blocks: delete {path} to start with an empty "
+            "cache"
+        )
+
+
+def _read_index(index: SlabIndex, ops: FileOps, keys: RestKeys) -> IndexTable:
     try:
         if index.aside is None:
-            table = IndexTable(index.chunks())
+            table = IndexTable(index.chunks(), keys, index.used_keys())
             if table.in_order:
                 return table
             raise IndexDamagedError("its keys are out of order")
     except IndexDamagedError as error:
         index.replace(str(error))
-    return _bring_back(index, ops)
+    return _bring_back(index, ops, keys)
 
 
-def _bring_back(index: SlabIndex, ops: FileOps) -> IndexTable:
+def _bring_back(index: SlabIndex, ops: FileOps, keys: RestKeys) -> IndexTable:
     """Enter the readable records of the index that was just set aside into the new one."""
     assert index.aside is not None, "it was replaced"
     try:
         bring_back(index, index.aside, ops)
     except StorageError as error:
         log.error("the readable blocks of %s cannot be brought back, try `prefixd recover`: %s", index.aside, error)
-    return IndexTable(index.chunks())
+    return IndexTable(index.chunks(), keys, index.used_keys())

@@ -31,6 +31,8 @@ class PartWrite:
     """xxh3_64 of the bytes; None: not computed yet."""
     coded: bool = False
     """Its slot, then, may be some pages larger than the bytes."""
+    key_id: int = 0
+    """The id of the key that encrypts it; 0: it is in clear."""
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ def _write(runs: Sequence[_Run]) -> None:
 
 
 def _stored(parts: Sequence[PartWrite]) -> list[DiskPart]:
-    return [DiskPart(part.slot, part.span.nbytes, _checksum(part), part.coded) for part in parts]
+    return [DiskPart(part.slot, part.span.nbytes, _checksum(part), part.coded, part.key_id) for part in parts]
 
 
 def _checksum(part: PartWrite) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
-from prefixd_swap.codecs.coding import Decoded, decode_object
+from prefixd_swap.codecs.coding import Decoded
 from prefixd_swap.errors import ChecksumError, EncodingError, StorageError
 from prefixd_swap.slab.files.adjacent import SMALL_BYTES, are_adjacent, copy_bytes, join_spans
 from prefixd_swap.slab.files.file_ops import host_bytes
@@ -18,6 +18,7 @@ from prefixd_swap.slab.files.pread_io import STEP_BYTES
 from prefixd_swap.slab.files.slab_file import INDEX_BITS, SlabFile
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.index.block_record import DiskPart
+from prefixd_swap.slab.part_decoder import PartDecoder
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
 
@@ -30,8 +31,9 @@ _KEPT_BYTES = 16 << 20  # of a buffer that a thread keeps
 class SlabReader:
     """Reads parts. Any thread may call it."""
 
-    def __init__(self, slabs: SlabFiles) -> None:
+    def __init__(self, slabs: SlabFiles, decoder: PartDecoder) -> None:
         self._slabs = slabs
+        self._decoder = decoder
 
     def read(self, part: DiskPart, into: Span) -> None:
         """As `SlabStore.read`."""
@@ -40,20 +42,22 @@ class SlabReader:
         slab.read(index, buffer)
         verify(part, slab, index, xxhash.xxh3_64_intdigest(buffer))
 
-    def read_all(self, parts: Sequence[DiskPart], addresses: Sequence[int], nbytes: int) -> list[PartRead]:
+    def read_all(
+        self, parts: Sequence[DiskPart], addresses: Sequence[int], nbytes: int, identities: Sequence[bytes] | None
+    ) -> list[PartRead]:
         """As `SlabStore.read_all`.
 
         Parts in adjacent slots are read together if they are small or their memory is adjacent too: a call for each
         costs more than a copy, and threads that make thousands of calls a second delay all others by the interpreter's
         lock.
         """
-        spans = [Span(address, nbytes) for address in addresses]
+        spans, names = [Span(address, nbytes) for address in addresses], identities or [b""] * len(parts)
         results: list[PartRead] = []
         for run in _runs(parts, spans):
-            results += self._read_run(parts[run], spans[run])
+            results += self._read_run(parts[run], spans[run], names[run])
         return results
 
-    def _read_run(self, parts: Sequence[DiskPart], spans: Sequence[Span]) -> list[PartRead]:
+    def _read_run(self, parts: Sequence[DiskPart], spans: Sequence[Span], names: Sequence[bytes]) -> list[PartRead]:
         """Read parts in adjacent slots."""
         if len(parts) > 1:
             with contextlib.suppress(StorageError):  # then each part is read alone, for its own error
@@ -64,12 +68,12 @@ class SlabReader:
                     return [_judge(part, slab, into) for part, into in zip(parts, spans, strict=True)]
                 run, first = slab.read_run(index, nbytes), parts[0].slot
                 return [
-                    _take(part, slab, run[PAGE_BYTES * (part.slot - first) :], into)
-                    for part, into in zip(parts, spans, strict=True)
+                    self._take(part, slab, run[PAGE_BYTES * (part.slot - first) :], into, name)
+                    for part, into, name in zip(parts, spans, names, strict=True)
                 ]
-        return [self._try_read(part, into) for part, into in zip(parts, spans, strict=True)]
+        return [self._try_read(*each) for each in zip(parts, spans, names, strict=True)]
 
-    def _try_read(self, part: DiskPart, into: Span) -> PartRead:
+    def _try_read(self, part: DiskPart, into: Span, name: bytes) -> PartRead:
         try:
             if not part.coded:
                 self.read(part, into)
@@ -77,8 +81,23 @@ class SlabReader:
             slab, index = self._slabs.find(part.slot)
             stored = _buffer(part.slot_bytes)
             slab.read(index, stored[: round_to_slot(part.nbytes)])
-            return _take(part, slab, stored, into)
+            return self._take(part, slab, stored, into, name)
         except StorageError as error:
+            return error
+
+    def _take(self, part: DiskPart, slab: SlabFile, read: memoryview, into: Span, name: bytes) -> PartRead:
+        """Verifies what was read of a part, the beginning of `read`, and copies or decodes it to its place."""
+        stored, target = read[: part.nbytes], host_bytes(into, into.nbytes)
+        if not part.coded:
+            copy_bytes(stored, target)
+            return _judge(part, slab, into)
+        index = part.slot % (1 << INDEX_BITS)
+        try:
+            verify(part, slab, index, xxhash.xxh3_64_intdigest(stored))
+            return self._decoder.decode(np.frombuffer(stored, np.uint8), np.frombuffer(target, np.uint8), name)
+        except EncodingError as error:
+            return ChecksumError(f"the slot at byte {index * PAGE_BYTES} of {slab.path}: {error}; remove the block")
+        except ChecksumError as error:
             return error
 
 
@@ -116,22 +135,6 @@ def verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
             f"the slot at byte {index * PAGE_BYTES} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, "
             f"written were {part.checksum:016x}; remove the block, it will be computed again"
         )
-
-
-def _take(part: DiskPart, slab: SlabFile, read: memoryview, into: Span) -> PartRead:
-    """Verifies what was read of a part, the beginning of `read`, and copies or decodes it to its place."""
-    stored, target = read[: part.nbytes], host_bytes(into, into.nbytes)
-    if not part.coded:
-        copy_bytes(stored, target)
-        return _judge(part, slab, into)
-    index = part.slot % (1 << INDEX_BITS)
-    try:
-        verify(part, slab, index, xxhash.xxh3_64_intdigest(stored))
-        return decode_object(np.frombuffer(stored, np.uint8), np.frombuffer(target, np.uint8))
-    except EncodingError as error:
-        return ChecksumError(f"the slot at byte {index * PAGE_BYTES} of {slab.path}: {error}; remove the block")
-    except ChecksumError as error:
-        return error
 
 
 def _judge(part: DiskPart, slab: SlabFile, into: Span) -> ChecksumError | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixd_swap.errors import RecordDamagedError, StorageError
+from prefixd_swap.errors import MissingKeyError, RecordDamagedError, StorageError
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.index.block_record import KEY_BYTES, NAMESPACE_BYTES, BlockRecord, decode_record, index_key
 from prefixd_swap.slab.index.lmdb_file import read_trees, tree_entries
@@ -25,6 +25,7 @@ from prefixd_swap.spans import Span
 UNREADABLE = "whose records cannot be read"
 UNUSABLE = "which this version cannot use, by what is known of their namespaces"
 OVERWRITTEN = "whose bytes are gone or another block's"
+NO_KEY = "whose keys were not given"
 NO_PARENT = "whose parents are not there"
 
 
@@ -82,13 +83,16 @@ def salvage(
                 result.there += 1
                 continue
             try:
-                record = decode_record(key, value)
+                record = decode_record(key, value, store.keys)
             except RecordDamagedError:
+                continue
+            except MissingKeyError:
+                result.lost[NO_KEY] += 1
                 continue
             if all(part is None or max(part.nbytes, part.slot >> 32) <= store.capacity_bytes for part in record.parts):
                 records[key] = record, value
         named = trees[b"blocks"].entries if b"blocks" in trees else found.blocks or 0
-        if unreadable := max(0, named - result.there - len(records)):
+        if unreadable := max(0, named - result.there - len(records) - result.lost[NO_KEY]):
             result.lost[UNREADABLE] = unreadable
         specs = {key: spec for key, spec in rows(b"namespaces") if len(key) == NAMESPACE_BYTES}
         pinned = {key for key, _ in rows(b"pins") if len(key) == NAMESPACE_BYTES + KEY_BYTES}

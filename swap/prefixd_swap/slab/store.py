@@ -7,8 +7,10 @@ slots without a record are free.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,6 +23,8 @@ from prefixd_swap.errors import (
     StorageError,
 )
 from prefixd_swap.pages.page_eviction import Allow, Victims, Worths
+from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
+from prefixd_swap.sealing.sealed_objects import SEAL_BYTES, is_sealed, open_sealed, seal, sealed_key
 from prefixd_swap.slab.changes import StoreChanges
 from prefixd_swap.slab.data_directory import DataDirectory
 from prefixd_swap.slab.files.file_ops import FileOps
@@ -36,10 +40,11 @@ from prefixd_swap.slab.index.block_record import (
     index_key,
     without_parts,
 )
-from prefixd_swap.slab.index.record_columns import Bools, IndexTable, Int64s, Records
+from prefixd_swap.slab.index.record_columns import Bools, Encryption, IndexTable, Int64s, Records
 from prefixd_swap.slab.index.recovery import Recovery, prefix_closed, reconcile
 from prefixd_swap.slab.index.rows import Change, IndexDamagedError
 from prefixd_swap.slab.index.set_aside import SetAside, list_set_aside
+from prefixd_swap.slab.part_decoder import PartDecoder
 from prefixd_swap.slab.reader import PartRead, SlabReader
 from prefixd_swap.slab.verification import Verification
 from prefixd_swap.slab.writer import SlabWriter
@@ -48,6 +53,8 @@ from prefixd_swap.spans import Span
 
 if TYPE_CHECKING:
     from prefixd_swap.slab.index.index import SlabIndex
+
+log = logging.getLogger(__name__)
 
 _ADOPTED_AT_ONCE = 4096
 _REMOVED_AT_ONCE = 4096
@@ -64,18 +71,22 @@ class SlabStore:
         recovery: Recovery,
         recovered: Records,
         io_threads: int,
+        keys: RestKeys,
     ) -> None:
         """For `open`."""
+        self.keys = keys
+        """Encrypt and decrypt blocks."""
         self.recovery = recovery
         self._recovered: Records | None = recovered  # until `load`
         self._directory = directory
         self._index = index
         self._slabs = slabs
-        self._reader = SlabReader(slabs)
+        self._reader = SlabReader(slabs, PartDecoder(keys))
         self._changed = threading.Condition()  # guards the slabs
         self._writer = SlabWriter(slabs, self._changed, io_threads)
         self._changes = StoreChanges(directory.path, index, slabs, self._changed, self._writer.sync)
-        verification = Verification(index, slabs, self._changes)
+        verification = Verification(index, slabs, self._changes, keys)
+        self._used_keys: set[int] = set()  # that the index has noted
         self.check = verification.check_block
         self.audit = verification.audit_index
 
@@ -92,6 +103,7 @@ class SlabStore:
         shrink: bool = True,
         more_paths: Sequence[Path] = (),
         drop_missing: bool = False,
+        keys: RestKeys | None = None,
     ) -> Self:
         """Open or create the store in `path`, and drop blocks that a crash or a lost file has made unusable.
 
@@ -109,16 +121,19 @@ class SlabStore:
             shrink: whether slabs with blocks may be deleted to meet a lowered capacity.
             more_paths: further directories for slabs, each on a drive of its own; every prefix is spread over all.
             drop_missing: open without further directories that are gone, and drop their blocks.
+            keys: encrypt and decrypt blocks; by default there are none.
 
         Raises:
             ShrinkError: slabs with blocks would be deleted, and `shrink` is false; nothing has changed.
             MissingDriveError: a further directory is gone, and `drop_missing` is false; nothing has changed.
+            MissingKeyError: blocks are encrypted with other keys; nothing has changed.
             DirectoryInUseError: another store holds the directory.
             FormatError: the directory has files of another version.
             StorageError: it cannot be made, read or written.
         """
         from prefixd_swap.slab.opening import open_parts  # LMDB: engines, which import this package, have none
 
+        keys = RestKeys() if keys is None else keys
         opened = open_parts(
             path,
             capacity_bytes,
@@ -128,8 +143,9 @@ class SlabStore:
             shrink=shrink,
             more_paths=more_paths,
             drop_missing=drop_missing,
+            keys=keys,
         )
-        return cls(*opened, io_threads)
+        return cls(*opened, io_threads, keys)
 
     @property
     def capacity_bytes(self) -> int:
@@ -188,7 +204,8 @@ class SlabStore:
         with self._changes.operation():
             if any(isinstance(part, CodedPart) or block.errors for block in blocks for part in block.parts):
                 self._directory.allow_coded()
-            self._check_kept(blocks)
+            self._note_keys(key for block in blocks if (key := block.encryption) is not None)
+            blocks = self._with_kept_parts(blocks)
             slots = self._writer.take(blocks)
             try:
                 records, commit = self._writer.write(blocks, slots)
@@ -263,18 +280,25 @@ class SlabStore:
         """
         self._reader.read(part, into)
 
-    def read_all(self, parts: Sequence[DiskPart], addresses: Sequence[int], nbytes: int) -> list[PartRead]:
+    def read_all(
+        self,
+        parts: Sequence[DiskPart],
+        addresses: Sequence[int],
+        nbytes: int,
+        identities: Sequence[bytes] | None = None,
+    ) -> list[PartRead]:
         """Read n parts of which each has `nbytes` bytes, decode those that are coded, and verify all of them there.
 
         Args:
             parts: n; small ones in adjacent slots are read together.
             addresses: n, where the bytes go, in host memory.
             nbytes: bytes of each, decoded.
+            identities: n, see `part_identity`; needed for parts that are encrypted.
 
         Returns:
             Of each part its error, what was decoded, or None for a raw part that is good.
         """
-        return self._reader.read_all(parts, addresses, nbytes)
+        return self._reader.read_all(parts, addresses, nbytes, identities)
 
     @property
     def shrunk(self) -> bool:
@@ -336,7 +360,7 @@ class SlabStore:
                 return self._reconcile(known)
 
     def _reconcile(self, known: Int64s) -> Int64s:
-        stored, sizes, unknown = reconcile(IndexTable(self._index.chunks()), self._slabs, known)
+        stored, sizes, unknown = reconcile(self._table(), self._slabs, known)
         if unknown:
             self._index.apply([(key, None) for key in unknown])
         with self._changed:
@@ -364,7 +388,7 @@ class SlabStore:
             for start in range(0, len(rows), _ADOPTED_AT_ONCE):
                 self._index.apply(rows[start : start + _ADOPTED_AT_ONCE])
             self._index.pin(pins, True)
-        self.revive(IndexTable(self._index.chunks()).slots())
+        self.revive(self._table().slots())
 
     def set_aside(self) -> list[SetAside]:
         """Indexes of this directory that were set aside and neither brought back nor discarded.
@@ -403,9 +427,21 @@ class SlabStore:
             recovered, self._recovered = self._recovered, None
         if recovered is not None and not self._changes.begun:
             return recovered
-        table = IndexTable(self._index.chunks())
+        table = self._table()
+        if missing := table.missing_keys():
+            self.keys.find(missing[0])
         parent = table.link()
         return table.records(prefix_closed(table.depth, parent, table.readable), parent)
+
+    def encryption(self) -> Encryption:
+        """Which keys encrypt the blocks.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+        found = self._table().encryption
+        found.namespaces.update(sealed_key(spec) for spec in self._index.namespaces().values())
+        return found
 
     def records(self) -> Iterator[BlockRecord]:
         """All blocks as of now, parents before children; use `load` for many.
@@ -414,16 +450,19 @@ class SlabStore:
             RecordDamagedError: one of the records is damaged.
             StorageError: the index cannot be read.
         """
-        records = [decode_record(key, value) for chunk in self._index.chunks() for key, value in chunk]
+        records = [decode_record(key, value, self.keys) for chunk in self._index.chunks() for key, value in chunk]
         yield from sorted(records, key=lambda record: record.depth)
 
-    def put_namespace(self, namespace: bytes, spec: bytes) -> None:
-        """Store a namespace's encoded spec durably.
+    def put_namespace(self, namespace: bytes, spec: bytes, encryption: RestKey | None = None) -> None:
+        """Store a namespace's encoded spec durably, encrypted if there is a key.
 
         Raises:
             StorageError: I/O failed.
         """
         with self._changes.operation():
+            if encryption is not None:
+                self._note_keys([encryption])
+                spec = _sealed_spec(namespace, spec, encryption)
             self._index.put_namespaces({namespace: spec})
 
     def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
@@ -436,8 +475,38 @@ class SlabStore:
             self._index.remove_namespaces(namespaces)
 
     def namespaces(self) -> dict[bytes, bytes]:
-        """All namespaces: encoded specs by id."""
-        return self._index.namespaces()
+        """All namespaces: encoded specs by id. Without those that cannot be decrypted."""
+        opened = {each: self.open_spec(each, stored) for each, stored in self._index.namespaces().items()}
+        return {each: spec for each, spec in opened.items() if spec is not None}
+
+    def reseal_namespaces(self, encryption: Mapping[bytes, RestKey | None]) -> None:
+        """Encrypt the specs of namespaces with other keys, None: store them in clear; those that are so stay.
+
+        Raises:
+            StorageError: I/O failed; nothing was changed.
+        """
+        changed = {}
+        for namespace, stored in self._index.namespaces().items():
+            key = encryption.get(namespace)
+            spec = self.open_spec(namespace, stored) if namespace in encryption else None
+            if spec is not None and sealed_key(stored) != (0 if key is None else key.id):
+                changed[namespace] = spec if key is None else _sealed_spec(namespace, spec, key)
+        if changed:
+            with self._changes.operation():
+                self._note_keys(key for key in encryption.values() if key is not None)
+                self._index.put_namespaces(changed)
+
+    def open_spec(self, namespace: bytes, stored: bytes) -> bytes | None:
+        """A namespace's encoded spec as the index has it, decrypted; None if it cannot be, which is logged."""
+        if not is_sealed(stored):
+            return stored
+        try:
+            spec = np.empty(max(0, len(stored) - SEAL_BYTES), np.uint8)
+            open_sealed(np.frombuffer(stored, np.uint8), self.keys, namespace, spec)
+        except StorageError as error:
+            log.error("namespace %s on disk is of no use: %s", namespace.hex(), error)
+            return None
+        return spec.tobytes()
 
     def pin(self, ids: Sequence[tuple[bytes, bytes]], pinned: bool) -> int:
         """Pin or unpin blocks, by (namespace, key); durable when this returns.
@@ -475,20 +544,43 @@ class SlabStore:
             self._slabs.close()
             self._directory.close()
 
-    def _check_kept(self, blocks: Sequence[NewBlock]) -> None:
-        """Refuse to keep parts that the blocks do not have: their slots may belong to other blocks now."""
+    def _table(self) -> IndexTable:
+        return IndexTable(self._index.chunks(), self.keys, self._index.used_keys())
+
+    def _note_keys(self, keys: Iterable[RestKey]) -> None:
+        """Note in the index which keys encrypt blocks: a record with another one is damaged."""
+        if new := {key.id for key in keys} - self._used_keys:
+            self._directory.allow_coded()
+            self._index.add_used_keys(new)
+            self._used_keys |= new
+
+    def _with_kept_parts(self, blocks: Sequence[NewBlock]) -> list[NewBlock]:
+        """The blocks with the parts to keep as they are in the index.
+
+        Refuses to keep parts that the blocks do not have: their slots may belong to other blocks now.
+        """
+        complete = []
         for block in blocks:
             kept = [(at, part) for at, part in enumerate(block.parts) if isinstance(part, DiskPart)]
             if not kept:
+                complete.append(block)
                 continue
             value = self._index.get(name := index_key(block.namespace, block.key))
-            found = () if value is None else decode_record(name, value).parts
+            found = () if value is None else decode_record(name, value, self.keys).parts
+            parts = list(block.parts)
             for at, part in kept:
                 if at >= len(found) or found[at] != part:
                     raise StorageError(
                         f"part {at} of block {block.key.hex()} is to be kept as {part}, but the block does not have "
                         "it; write the part again"
                     )
+                parts[at] = found[at]
+            complete.append(replace(block, parts=parts))
+        return complete
+
+
+def _sealed_spec(namespace: bytes, spec: bytes, key: RestKey) -> bytes:
+    return seal(np.frombuffer(spec, np.uint8), key, namespace).tobytes()
 
 
 def _drop(value: bytes, parts: Collection[int]) -> bytes:

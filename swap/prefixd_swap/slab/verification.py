@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefixd_swap.errors import IndexUnavailableError, IntegrityError, RecordDamagedError, StorageError
+from prefixd_swap.sealing.rest_keys import RestKeys
 from prefixd_swap.slab.changes import StoreChanges
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.index.block_record import BlockRecord, decode_record, index_key
@@ -23,10 +24,11 @@ _CHECKS = 8  # after this many failed attempts a block is bad, even if slots wer
 class Verification:
     """Verifies blocks in their slots. Any thread may call it."""
 
-    def __init__(self, index: SlabIndex, slabs: SlabFiles, changes: StoreChanges) -> None:
+    def __init__(self, index: SlabIndex, slabs: SlabFiles, changes: StoreChanges, keys: RestKeys) -> None:
         self._index = index
         self._slabs = slabs
         self._changes = changes
+        self._keys = keys
 
     def check_block(self, namespace: bytes, key: bytes, expected: BlockRecord | None = None) -> bool:
         """Verify a stored block in its slots; False if the block is not stored, or no longer.
@@ -50,7 +52,7 @@ class Verification:
             if value is None:
                 return False
             try:
-                record = decode_record(name, value)
+                record = decode_record(name, value, self._keys)
                 if expected is not None and record != expected:
                     raise RecordDamagedError(
                         f"the index record of block {key.hex()} is damaged: it is {record}, but {expected} was "
@@ -90,7 +92,7 @@ class Verification:
             self._slabs.check_integrity()
             if self._changes.unsure:
                 return None
-            table = IndexTable(self._index.chunks())
+            table = IndexTable(self._index.chunks(), self._keys, self._index.used_keys())
             lost = [name for name in self._index.pins() if self._index.get(name) is None]
             named = np.sort(table.slots())
             taken = self._slabs.taken()

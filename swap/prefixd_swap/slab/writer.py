@@ -138,7 +138,7 @@ class SlabWriter:
     ) -> list[DiskPart]:
         """Write each part to its slot, several at a time; adds the slabs written to `slabs`."""
         parts = [
-            PartWrite(part.span, slot, part.checksum, coded=True)
+            PartWrite(part.span, slot, part.checksum, coded=True, key_id=part.key_id)
             if isinstance(part, CodedPart)
             else PartWrite(part, slot, checksum)
             for part, slot, checksum in given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -12,8 +12,10 @@ import numpy as np
 from prefixd_swap.codecs.coding import Decoded
 from prefixd_swap.errors import IndexUnavailableError, LostBytesError, StorageError
 from prefixd_swap.pages.page_eviction import ChooseVictims
+from prefixd_swap.sealing.rest_keys import RestKey
+from prefixd_swap.sealing.sealed_objects import part_identity
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
-from prefixd_swap.slab.index.record_columns import Records
+from prefixd_swap.slab.index.record_columns import Encryption, Records
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.threads import started_threads
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
@@ -51,6 +53,7 @@ class DiskTier(StoreTier):
         limits = DeviceLimits(in_flight=threads + spare, reserved=spare)
         super().__init__(name, level, transfers, limits, writes=1, threads=True)
         self.store = store
+        self.keys = store.keys
         self._control = started_threads(_CONTROL_THREADS, f"prefixd-{name}-control")
 
     @property
@@ -96,8 +99,14 @@ class DiskTier(StoreTier):
     def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
         self.store.remove_namespaces(namespaces)
 
-    async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
-        await self._in_thread(self.store.put_namespace, namespace, spec)
+    async def encryption(self) -> Encryption:
+        return await self._in_thread(self.store.encryption)
+
+    def reseal_namespaces(self, encryption: Mapping[bytes, RestKey | None]) -> None:
+        self.store.reseal_namespaces(encryption)
+
+    async def put_namespace(self, namespace: bytes, spec: bytes, encryption: RestKey | None = None) -> None:
+        await self._in_thread(self.store.put_namespace, namespace, spec, encryption)
 
     async def remove_namespaces(self, namespaces: Collection[bytes]) -> None:
         await self._in_thread(self.store.remove_namespaces, namespaces)
@@ -165,7 +174,11 @@ def _read(store: SlabStore, loads: Loads) -> list[BlockRead]:
             DiskPart(slot, stored or nbytes, checksum, stored > 0)
             for slot, checksum, stored in zip(slots, checksums, coded.tolist(), strict=True)
         ]
-        for at, outcome in zip(there.tolist(), store.read_all(parts, addresses, nbytes), strict=True):
+        identities = None
+        if loads.names is not None and loads.parts is not None:
+            identities = [part_identity(*loads.names[at], loads.parts[part]) for at in there.tolist()]
+        outcomes = store.read_all(parts, addresses, nbytes, identities)
+        for at, outcome in zip(there.tolist(), outcomes, strict=True):
             if isinstance(outcome, StorageError):
                 results[at] = results[at] or outcome
             elif outcome is not None:

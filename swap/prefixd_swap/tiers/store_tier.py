@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import final
 
 from prefixd_swap.codecs.coding import Decoded
 from prefixd_swap.errors import StorageError, SwapError
+from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
-from prefixd_swap.slab.index.record_columns import Records
+from prefixd_swap.slab.index.record_columns import Encryption, Records
 from prefixd_swap.tiers.base import Int64s, Tier, UInt32s, UInt64s
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.memory import MemoryTier
@@ -41,6 +42,10 @@ class Loads:
     """[p]: bytes of each part, decoded."""
     coded: UInt32s | None = None
     """[n, p]: stored bytes of each part that is coded, 0 for a raw one; None: all are raw."""
+    names: Sequence[Identity] | None = None
+    """[n]: the blocks' names; needed where some are encrypted."""
+    parts: tuple[int, ...] | None = None
+    """[p]: the parts' numbers in their block, likewise."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -48,7 +53,9 @@ class Loads:
     def __getitem__(self, rows: slice) -> Loads:
         """A slice; views, no copies."""
         coded = None if self.coded is None else self.coded[rows]
-        return Loads(self.slots[rows], self.checksums[rows], self.addresses[rows], self.nbytes, coded)
+        names = None if self.names is None else self.names[rows]
+        arrays = self.slots[rows], self.checksums[rows], self.addresses[rows]
+        return Loads(*arrays, self.nbytes, coded, names, self.parts)
 
 
 DecodedParts = tuple[Decoded | None, ...]
@@ -86,6 +93,8 @@ class StoreTier(Tier):
         """Whether blocks are written to it; False from a failure until a probe succeeds."""
         self.readable = True
         """Whether blocks are read from it; likewise."""
+        self.keys = RestKeys()
+        """Encrypt and decrypt blocks; a tier without keys keeps all in clear."""
         self.least_piece_bytes = 0
         """A separate write should have at least these bytes, unless nothing more is to be written."""
         self.transfers = transfers
@@ -287,8 +296,24 @@ class StoreTier(Tier):
         """As `remove_namespaces`, and blocks the caller: for the start."""
 
     @abstractmethod
-    async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
-        """Stores a namespace's encoded spec durably.
+    async def encryption(self) -> Encryption:
+        """Which keys encrypt the blocks.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+
+    @abstractmethod
+    def reseal_namespaces(self, encryption: Mapping[bytes, RestKey | None]) -> None:
+        """Encrypts specs of namespaces with other keys, None: stores them in clear. Blocks the caller: for the start.
+
+        Raises:
+            StorageError: I/O failed.
+        """
+
+    @abstractmethod
+    async def put_namespace(self, namespace: bytes, spec: bytes, encryption: RestKey | None = None) -> None:
+        """Stores a namespace's encoded spec durably, encrypted if there is a key.
 
         Raises:
             StorageError: I/O failed.

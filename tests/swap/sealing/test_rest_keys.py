@@ -66,3 +66,10 @@ def test_two_keys_with_one_id_are_refused() -> None:
     with pytest.raises(KeyFileError, match=ONE.name):
         RestKeys((ONE,), {"acme": (twin,)})
     assert RestKeys((ONE,), {"acme": (ONE,)}).key_for("acme") == ONE
+
+
+def test_a_key_that_has_encrypted_decrypts_after_it_was_replaced() -> None:
+    keys = RestKeys((ONE, TWO))
+    keys.replace(RestKeys((THREE,)))
+    assert keys.key_for("acme") == THREE and keys.find(ONE.id) == ONE
+    assert keys.missing([TWO.id]) == [TWO.id]

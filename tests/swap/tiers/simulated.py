@@ -15,6 +15,7 @@ from prefixd.planner.simulation.store import UnbackedStoreTier
 from prefixd_swap.copies.address_columns import Pair
 from prefixd_swap.copies.copy_engine import CopyEngine
 from prefixd_swap.errors import ChecksumError, MemoryMisuseError, StorageError
+from prefixd_swap.sealing.rest_keys import RestKey
 from prefixd_swap.slab.files.file_ops import host_bytes
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.spans import Span
@@ -93,9 +94,9 @@ class FaultyStoreTier(UnbackedStoreTier):
         self.faults.check("remove", self.name)
         super().discard_namespaces(namespaces)
 
-    async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
+    async def put_namespace(self, namespace: bytes, spec: bytes, encryption: RestKey | None = None) -> None:
         self.faults.check("write", self.name)
-        await super().put_namespace(namespace, spec)
+        await super().put_namespace(namespace, spec, encryption)
 
     async def pin(self, names: Sequence[Identity], pinned: bool) -> int:
         self.faults.check("write", self.name)

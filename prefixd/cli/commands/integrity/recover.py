@@ -99,6 +99,7 @@ def recover_command(
 def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
     from prefixd.cache.disk.restore import is_usable
     from prefixd.cli.output.progress import blocks_bar
+    from prefixd.server.access.disk_keys import read_disk_keys
     from prefixd_swap import (
         DirectoryInUseError,
         MissingDriveError,
@@ -119,6 +120,7 @@ def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
             io=settings.disk.io,
             shrink=False,
             more_paths=settings.disk.more_paths,
+            keys=read_disk_keys(settings),
         )
     except DirectoryInUseError as error:
         raise CommandFailed(f"{error}; stop the daemon before you recover") from error

@@ -276,6 +276,10 @@ def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterabl
     if integrity.holders:
         most = ", ".join(f"{holder.owner} ({holder.blocks:,})" for holder in integrity.holders[:_MOST_HOLDERS])
         out.print(Text(f"   blocks held by: {most}"))
+    for key in integrity.disk_keys:
+        under = f"under key {key.key}" if key.key else "in clear"
+        now = ", which encrypts what is written now" if key.encrypts else ""
+        out.print(Text(f"   blocks on disk {under}: {key.blocks:,}, {as_size(key.nbytes)}{now}"))
     for trouble in integrity.troubles:
         out.print(Text(f"trouble for {duration(trouble.since_s)}: {trouble.part}: {trouble.what}", style="red"))
         out.print(Text(f"  {trouble.remedy}"))

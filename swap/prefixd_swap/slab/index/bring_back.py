@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from prefixd_swap.errors import RecordDamagedError
 from prefixd_swap.slab.files.file_ops import FileOps, storage_error
-from prefixd_swap.slab.index.block_record import KEY_BYTES, NAMESPACE_BYTES, decode_record
+from prefixd_swap.slab.index.block_record import KEY_BYTES, NAMESPACE_BYTES, check_record
 from prefixd_swap.slab.index.lmdb_file import read_trees, tree_entries
-from prefixd_swap.slab.index.rows import CHUNK_ROWS, Row
+from prefixd_swap.slab.index.rows import CHUNK_ROWS, USED_KEYS, Row, decode_used_keys
 
 if TYPE_CHECKING:
     from prefixd_swap.slab.index.index import SlabIndex
@@ -46,8 +46,10 @@ def bring_back(index: SlabIndex, aside: Path, ops: FileOps) -> None:
             def rows(name: bytes) -> Iterator[Row]:
                 return tree_entries(fd, pread, page_bytes, trees.get(name))
 
-            specs = {key: spec for key, spec in rows(b"namespaces") if len(key) == NAMESPACE_BYTES}
+            named = dict(rows(b"namespaces"))
+            specs = {key: spec for key, spec in named.items() if len(key) == NAMESPACE_BYTES}
             index.put_namespaces(specs)
+            index.add_used_keys(decode_used_keys(named.get(USED_KEYS, b"")))
             blocks = (row for row in rows(b"blocks") if row[0][:NAMESPACE_BYTES] in specs and _decodes(*row))
             while chunk := list(islice(blocks, CHUNK_ROWS)):
                 index.apply(chunk)
@@ -60,7 +62,7 @@ def bring_back(index: SlabIndex, aside: Path, ops: FileOps) -> None:
 
 def _decodes(key: bytes, value: bytes) -> bool:
     try:
-        decode_record(key, value)
+        check_record(key, value)
     except RecordDamagedError:
         return False
     return True

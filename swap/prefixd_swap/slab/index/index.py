@@ -21,7 +21,15 @@ from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.slab.files.file_ops import FileOps, storage_error
 from prefixd_swap.slab.files.mapped_file import MappedFile
 from prefixd_swap.slab.index.lmdb_file import damaged_page, first_missing
-from prefixd_swap.slab.index.rows import CHUNK_ROWS, Change, Edit, IndexDamagedError, Row
+from prefixd_swap.slab.index.rows import (
+    CHUNK_ROWS,
+    USED_KEYS,
+    Change,
+    Edit,
+    IndexDamagedError,
+    Row,
+    decode_used_keys,
+)
 from prefixd_swap.slab.index.set_aside import note_loss, set_aside, set_copy_aside
 
 _DATABASES = 3
@@ -193,6 +201,29 @@ class SlabIndex:
         Raises:
             StorageError: LMDB failed.
         """
+        found = self._named()
+        found.pop(USED_KEYS, None)
+        return found
+
+    def used_keys(self) -> list[int]:
+        """Ids of all keys that have encrypted blocks.
+
+        Raises:
+            StorageError: LMDB failed.
+        """
+        return decode_used_keys(self._named().get(USED_KEYS, b""))
+
+    def add_used_keys(self, key_ids: Iterable[int]) -> None:
+        """Note that keys encrypt blocks, durably, before the first of these blocks.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+        used = self.used_keys()
+        if more := sorted(set(key_ids).difference(used)):
+            self.put_namespaces({USED_KEYS: b"".join(key_id.to_bytes(4, "little") for key_id in (*used, *more))})
+
+    def _named(self) -> dict[bytes, bytes]:
         with self._lock:
             try:
                 with self._env.begin(db=self._namespaces) as txn, txn.cursor() as cursor:

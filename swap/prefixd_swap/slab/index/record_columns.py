@@ -6,30 +6,42 @@ from the index in byte order, so a parent is found by binary search.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixd_swap.sealing.rest_keys import RestKeys
+from prefixd_swap.sealing.sealed_records import RECORD_SEAL_BYTES, open_records, record_keys
 from prefixd_swap.slab.index.block_record import (
     CODED,
+    CODED_BYTES,
+    ENCRYPTED,
     ERRORS_BYTES,
+    FLAGS,
     HAS_ERRORS,
     HAS_PARENT,
     HEADER,
     HEADER_BYTES,
     KEY_BYTES,
+    KEY_IDS,
+    KEY_SHIFT,
     NAMESPACE_BYTES,
+    NO_KEYS,
     PARENT_OFFSET,
     PART_BYTES,
     TOKEN_BYTES,
+    end_bytes,
 )
 from prefixd_swap.slab.index.rows import Row
 from prefixd_swap.slots import coded_slots_bytes, round_to_slot
 
+UInt8s = npt.NDArray[np.uint8]
+UInt32s = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -104,13 +116,36 @@ class Records:
         return len(self.keys)
 
 
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """Which keys encrypt the blocks of a store, by id; 0: they are in clear."""
+
+    records: Counter[int] = field(default_factory=Counter)
+    """Blocks, by the key of their token ids."""
+    bytes: Counter[int] = field(default_factory=Counter)
+    """Stored bytes of their parts, by the parts' keys."""
+    namespaces: Counter[int] = field(default_factory=Counter)
+    """Specs of namespaces."""
+
+
 class IndexTable:
     """All rows of the index, in key order."""
 
-    def __init__(self, chunks: Iterable[Sequence[Row]]) -> None:
-        """Enter the rows; rows that are not records go to `unreadable`."""
+    def __init__(
+        self, chunks: Iterable[Sequence[Row]], keys: RestKeys = NO_KEYS, used_keys: Collection[int] = ()
+    ) -> None:
+        """Enter the rows; rows that are not records go to `unreadable`.
+
+        Args:
+            chunks: the rows, in key order.
+            keys: decrypt token ids.
+            used_keys: ids of keys that the index has used; a row with any other key is damaged.
+        """
         self.unreadable: list[bytes] = []
         """Index keys of rows that are not records."""
+        self.encryption = Encryption()
+        self._key_ring = keys
+        self._used_keys = set(used_keys)
         self.rows = 0
         buffers: defaultdict[int, bytearray] = defaultdict(bytearray)  # length of a row -> rows of that length
         positions: defaultdict[int, list[Int64s]] = defaultdict(list)
@@ -136,6 +171,14 @@ class IndexTable:
         self._first = np.zeros(self.rows, np.bool_)
         for width, buffer in buffers.items():
             self._take(np.frombuffer(buffer, np.uint8).reshape(-1, width), np.concatenate(positions[width]))
+
+    def missing_keys(self) -> list[int]:
+        """Ids of keys that blocks need and that were not given. Token ids of such blocks are 0."""
+        return self._key_ring.missing({*self.encryption.records, *self.encryption.bytes} - {0})
+
+    def has(self, namespace: bytes) -> bool:
+        """Whether a readable row is of this namespace."""
+        return bool((self._namespace[self.readable] == np.frombuffer(namespace, np.uint64)[0]).any())
 
     @property
     def in_order(self) -> bool:
@@ -209,39 +252,54 @@ class IndexTable:
             self.unreadable += map(bytes, keys)
             return
         header = values[:, :HEADER_BYTES].view(HEADER)[:, 0]
-        known = header["flags"] & ~np.uint16(HAS_PARENT | HAS_ERRORS) == 0
+        known = header["flags"] & ~np.uint16(FLAGS) == 0
         if not known.all():
             self.unreadable += map(bytes, keys[~known])
             keys, values, positions, header = keys[known], values[known], positions[known], header[known]
         self.depth[positions] = header["depth"]
         self._first[positions] = header["flags"] & HAS_PARENT == 0
         self._parents[positions] = values[:, PARENT_OFFSET:HEADER_BYTES]
-        layouts = header["parts"].astype(np.int64) << 1 | (header["flags"] & HAS_ERRORS != 0)
+        layouts = header["parts"].astype(np.int64) << 16 | header["flags"] & ~np.uint16(HAS_PARENT)
         kinds = np.unique(layouts).tolist()
         for kind in kinds:
-            count, errors_bytes = kind >> 1, ERRORS_BYTES * (kind & 1)
+            count, flags = kind >> 16, kind & 0xFFFF
             same = np.flatnonzero(layouts == kind)
-            if not count or HEADER_BYTES + count * PART_BYTES + errors_bytes > values.shape[1]:
+            if not count or HEADER_BYTES + count * PART_BYTES + end_bytes(flags) > values.shape[1]:
                 self.unreadable += map(bytes, keys[same])
             elif len(kinds) == 1:
-                self._take_parts(values, positions, count, errors_bytes)
+                self._take_parts(keys, values, positions, count, flags)
             else:
-                self._take_parts(values[same], positions[same], count, errors_bytes)
+                self._take_parts(keys[same], values[same], positions[same], count, flags)
 
-    def _take_parts(self, values: npt.NDArray[np.uint8], positions: Int64s, count: int, errors_bytes: int) -> None:
+    def _take_parts(self, keys: UInt8s, values: UInt8s, positions: Int64s, count: int, flags: int) -> None:
+        """Enter rows with as many parts and the same flags."""
+        if not len(values):
+            return
+        parts_end = HEADER_BYTES + count * PART_BYTES
+        sizes = values[:, HEADER_BYTES:parts_end].view("<u8").reshape(-1, count, 3)[:, :, 1]
+        coded = sizes & np.uint64(CODED) != 0
+        key_ids = np.where(coded, sizes >> np.uint64(KEY_SHIFT) & np.uint64(KEY_IDS), np.uint64(0))
+        end_keys = record_keys(values[:, parts_end:]) if flags & ENCRYPTED else np.zeros(len(values), np.uint32)
+        if flags & ENCRYPTED or key_ids.any():
+            damaged = self._of_unknown_keys(key_ids).any(axis=1)
+            if flags & ENCRYPTED:
+                damaged |= self._of_unknown_keys(end_keys) | (end_keys == 0)
+            if damaged.any():
+                self.unreadable += map(bytes, keys[damaged])
+                self._take_parts(keys[~damaged], values[~damaged], positions[~damaged], count, flags)
+                return
+        nbytes = np.where(coded, sizes & np.uint64(CODED_BYTES), sizes).view(np.int64)
+        self._count(end_keys, key_ids, nbytes)
         self.readable[positions] = True
-        end = HEADER_BYTES + count * PART_BYTES
-        parts = values[:, HEADER_BYTES:end].view("<u8").reshape(-1, count, 3)
-        errors = values[:, end : end + errors_bytes].view("<f4") if errors_bytes else None
-        tokens = values[:, end + errors_bytes :].view("<u4")
-        stored = parts[:, :, 1]
-        coded = stored & np.uint64(CODED) != 0
-        nbytes = (stored & np.uint64(CODED - 1)).view(np.int64)
-        sizes = np.where(coded, OF_ANY_SIZE, nbytes)
-        if (sizes == sizes[0]).all():
-            kinds, kind = sizes[:1], np.zeros(len(values), np.int64)
+        end = self._opened(values[:, parts_end:], end_keys, flags)
+        errors = end[:, :ERRORS_BYTES].view("<f4") if flags & HAS_ERRORS else None
+        tokens = end[:, ERRORS_BYTES if flags & HAS_ERRORS else 0 :].view("<u4")
+        parts = values[:, HEADER_BYTES:parts_end].view("<u8").reshape(-1, count, 3)
+        sizes_or_any = np.where(coded, OF_ANY_SIZE, nbytes)
+        if (sizes_or_any == sizes_or_any[0]).all():
+            kinds, kind = sizes_or_any[:1], np.zeros(len(values), np.int64)
         else:
-            kinds, kind = np.unique(sizes, axis=0, return_inverse=True)
+            kinds, kind = np.unique(sizes_or_any, axis=0, return_inverse=True)
         for ordinal, part_bytes in enumerate(kinds.tolist()):
             same = np.flatnonzero(kind.reshape(-1) == ordinal) if len(kinds) > 1 else slice(None)
             slots = parts[same, :, 0].view(np.int64)
@@ -256,6 +314,25 @@ class IndexTable:
                     None if errors is None else errors[same],
                 )
             )
+
+    def _of_unknown_keys(self, key_ids: npt.NDArray[np.unsignedinteger[Any]]) -> Bools:
+        """Which ids are of keys that were neither given nor used: bits of them were altered."""
+        unknown = [each for each in self._key_ring.missing(np.unique(key_ids).tolist()) if each]
+        return np.isin(key_ids, [each for each in unknown if each not in self._used_keys])
+
+    def _count(self, end_keys: UInt32s, key_ids: npt.NDArray[np.uint64], nbytes: Int64s) -> None:
+        for key_id in np.unique(end_keys).tolist():
+            self.encryption.records[key_id] += int(np.count_nonzero(end_keys == key_id))
+        for key_id in np.unique(key_ids).tolist():
+            self.encryption.bytes[key_id] += int(nbytes[key_ids == key_id].sum())
+
+    def _opened(self, ends: UInt8s, end_keys: UInt32s, flags: int) -> UInt8s:
+        """The ends of records in clear, contiguous."""
+        if not flags & ENCRYPTED:
+            return ends
+        if not self._key_ring.missing(np.unique(end_keys).tolist()):
+            return open_records(ends, self._key_ring)
+        return np.zeros((len(ends), ends.shape[1] - RECORD_SEAL_BYTES), np.uint8)
 
     def _namespaces(self) -> list[tuple[bytes, int, int]]:
         """Each namespace with its range of positions."""

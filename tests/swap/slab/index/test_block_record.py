@@ -188,7 +188,7 @@ def test_slots_of_a_changed_record_are_not_freed_twice(store: SlabStore) -> None
     assert len(slots) == len(set(slots)) == 6
 
 
-@pytest.mark.parametrize("change", [b"\x01\x80", b"\x05\x00"])
+@pytest.mark.parametrize("change", [b"\x01\x80", b"\x09\x00", b"\x05\x00"])
 def test_a_record_with_unknown_flags_is_dropped_at_the_start(tmp_path: Path, change: bytes) -> None:
     store = SlabStore.open(tmp_path / "store", 64 * PAGE)
     store.write([block(1), block(2)])

@@ -9,7 +9,11 @@ Each way takes its turn in every round; figures are medians in GB/s. store_ratio
 daemon's against plain direct I/O, slabs_* the store's alone.
 modes: for blocks of 64 KiB to 8 MiB, the store alone with each disk.io in the same rounds: durable stores,
 loads in the order of storing and in random order, each against direct in the same run (*_ratio), and the CPU
-time that a gigabyte takes. best_io has the highest geometric mean of these ratios over all sizes.
+time that a gigabyte takes. best_io has the highest geometric mean of these ratios over all sizes. raw_direct:
+plain direct I/O in the same rounds, a block a call; of_raw is the store's ratio to it with direct, and
+of_raw_store and of_raw_load are the least over all sizes.
+drives: a store over two directories against one over one, each directory as fast as --drive-rate allows and all
+else as it is: durable stores and loads of one prompt (two_drives_*_ratio is the least over all sizes).
 Every load is cold: what was stored is durable and therefore clean; it is dropped from the page cache
 (posix_fadvise, DONTNEED), and the run fails if the kernel says that some of it is still there (mincore).
 What the device itself or a host beneath it caches, nobody here can drop.
@@ -31,13 +35,14 @@ from typing import Any, get_args
 
 from benchmarks.common import harness
 from benchmarks.common.options import flag, option, size
-from benchmarks.storage import disk_daemon
+from benchmarks.storage import disk_daemon, slow_drives
 from benchmarks.storage import slabs as _slabs
 from prefixd_swap.slab.files.io import DiskIo
 
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
 _IOS: tuple[DiskIo, ...] = get_args(DiskIo)
 _BATCHES = 4  # durable batches a round of modes
+_DRIVE_ROUNDS = 5
 _COMPARED = ("store", "load", "scattered_load")
 _DECIMALS = 6  # of GB/s: of a small round on a busy disk three would leave nothing
 
@@ -45,17 +50,14 @@ _DECIMALS = 6  # of GB/s: of a small round on a busy disk three would leave noth
 def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: int, rounds: int) -> dict[str, float]:
     """Every way's throughput, and against plain files those of the daemon and of the store alone."""
 
-    def plain(direct: bool) -> Callable[[ThreadPoolExecutor], _slabs.Way]:
-        return lambda pool: _slabs.PlainFile(folder / f"file-{direct}", blocks, block_bytes, pool, direct)
-
     def daemon(name: str, io: DiskIo | None) -> Callable[[ThreadPoolExecutor], _slabs.Way]:
         return lambda pool: disk_daemon.DaemonDisk(folder / name, blocks, block_bytes, batch, io)
 
     ways = {
-        "raw_direct": plain(direct=True),
+        "raw_direct": _plain(folder / "file-direct", blocks, block_bytes, direct=True),
         "daemon": daemon("daemon", None),
         **{f"daemon_{io}": daemon(f"daemon-{io}", io) for io in _IOS if io != "direct"},
-        "raw_buffered": plain(direct=False),
+        "raw_buffered": _plain(folder / "file-buffered", blocks, block_bytes, direct=False),
         **_stores(folder, blocks, block_bytes, depth),
     }
     measured = _slabs.throughput(ways, block_bytes, blocks, batch, depth, rounds)
@@ -68,30 +70,48 @@ def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: i
         for what in ("store", "load")
     }
     rounded = {f"{name}_gbps": value for name, value in gbps.items()} | ratios
-    return {name: round(value, _DECIMALS) for name, value in rounded.items()}
+    return _rounded(rounded)
 
 
 def modes(folder: Path, sizes: Sequence[int], nbytes: int, depth: int, rounds: int) -> dict[str, Any]:
     """The store alone with each `disk.io`, for blocks of each of `sizes`, `nbytes` bytes of them a round."""
     rows: list[dict[str, Any]] = []
+    raw: list[dict[str, Any]] = []
     for block_bytes in sizes:
         blocks = max(1, nbytes // block_bytes)
-        made = _stores(folder / f"blocks-of-{block_bytes}", blocks, block_bytes, depth)
+        place = folder / f"blocks-of-{block_bytes}"
+        place.mkdir(parents=True)
+        ways = {"raw": _plain(place / "raw", blocks, block_bytes, direct=True)}
+        ways |= _stores(place, blocks, block_bytes, depth)
         measured = _slabs.throughput(
-            made, block_bytes, blocks, max(1, blocks // _BATCHES), depth, rounds, scattered=True
+            ways, block_bytes, blocks, max(1, blocks // _BATCHES), depth, rounds, scattered=True
         )
+        plain = measured["raw"]
+        of_raw = {
+            f"{what}_of_raw": measured["slabs_direct"][f"{what}_gbps"] / plain[f"{what}_gbps"] for what in _COMPARED
+        }
+        raw.append({"block_bytes": block_bytes, **_rounded(plain | of_raw)})
         for io in _IOS:
             figures = measured[f"slabs_{io}"]
             direct = measured["slabs_direct"]
             ratios = {f"{what}_ratio": figures[f"{what}_gbps"] / direct[f"{what}_gbps"] for what in _COMPARED}
-            rounded = {name: round(value, _DECIMALS) for name, value in (figures | ratios).items()}
-            rows.append({"block_bytes": block_bytes, "io": io, **rounded})
+            rows.append({"block_bytes": block_bytes, "io": io, **_rounded(figures | ratios)})
     means = {
         io: statistics.geometric_mean(row[f"{what}_ratio"] for row in rows if row["io"] == io for what in _COMPARED)
         for io in _IOS
     }
     named = {f"modes_{io}_ratio": round(mean, 3) for io, mean in means.items()}
-    return {**named, "best_io": max(means, key=means.__getitem__), "modes": rows}
+    least = {f"of_raw_{what}": min(row[f"{what}_of_raw"] for row in raw) for what in ("store", "load")}
+    best = max(means, key=means.__getitem__)
+    return {**named, **least, "best_io": best, "modes": rows, "raw_direct": raw}
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, _DECIMALS) for name, value in figures.items()}
+
+
+def _plain(path: Path, blocks: int, block_bytes: int, *, direct: bool) -> Callable[[ThreadPoolExecutor], _slabs.Way]:
+    return lambda pool: _slabs.PlainFile(path, blocks, block_bytes, pool, direct)
 
 
 def _stores(
@@ -126,6 +146,8 @@ def reopen(folder: Path, blocks: int) -> dict[str, Any]:
     option("--rounds", 15, "rounds to time"),
     option("--mode-bytes", 128 << 20, "bytes a round of modes", size),
     flag("--modes-only", "compare the values of disk.io alone"),
+    option("--drive-rate", 200 << 20, "bytes a second of each of the two drives", size),
+    flag("--drives-only", "compare two drives with one alone"),
     option("--blocks", None, "records of the store to open again"),
     option("--folder", None, "where to work, on the disk to measure (the temporary folder)", Path),
 )
@@ -134,15 +156,32 @@ def main(options: harness.Options) -> harness.Outcome:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="prefixd-disk-", dir=options.folder) as name:
         folder = Path(name)
+        if options.drives_only:
+            result |= _drives(folder, options)
+            return harness.Outcome(result, tables=[_drives_table(result)])
         if not options.modes_only:
             result |= throughput(
                 folder, options.block_bytes, options.round_blocks, options.batch, options.depth, options.rounds
             )
         result |= modes(folder, _SIZES, options.mode_bytes, options.depth, options.rounds)
+        if not options.modes_only:
+            result |= _drives(folder, options)
         if options.blocks:
             result |= reopen(folder, options.blocks)
     columns = ("block_bytes", "io", *(f"{what}_gbps" for what in _COMPARED), "store_cpu_s_per_gb", "load_cpu_s_per_gb")
-    return harness.Outcome(result, tables=[harness.Table(result["modes"], columns)])
+    tables = [harness.Table(result["modes"], columns)]
+    tables.append(harness.Table(result["raw_direct"], ("block_bytes", *(f"{what}_of_raw" for what in _COMPARED))))
+    return harness.Outcome(result, tables=tables if options.modes_only else [*tables, _drives_table(result)])
+
+
+def _drives(folder: Path, options: harness.Options) -> dict[str, Any]:
+    rate = options.drive_rate
+    return slow_drives.compare(folder, _SIZES, rate // 2, options.depth, min(options.rounds, _DRIVE_ROUNDS), rate)
+
+
+def _drives_table(result: dict[str, Any]) -> harness.Table:
+    rates = [f"{way}_{what}_gbps" for what in ("store", "load") for way in ("one", "two")]
+    return harness.Table(result["drives"], ("block_bytes", *rates, "store_ratio", "load_ratio"))
 
 
 if __name__ == "__main__":

@@ -125,24 +125,45 @@ class PlainFile:
 
 
 class Store:
-    """A `SlabStore` that is written a batch a call, as the daemon does, and read by `depth` threads."""
+    """A `SlabStore` with one prompt, written a batch a call and read in pieces by `depth` threads, as the daemon does.
+
+    Args:
+        path: its directory.
+        blocks: blocks of the prompt.
+        block_bytes: bytes of a block.
+        pool: the threads that read.
+        depth: threads that write.
+        io: its `disk.io`.
+        ops: its file calls.
+        more_paths: its further directories.
+    """
 
     def __init__(
-        self, path: Path, blocks: int, block_bytes: int, pool: ThreadPoolExecutor, depth: int, io: DiskIo
+        self,
+        path: Path,
+        blocks: int,
+        block_bytes: int,
+        pool: ThreadPoolExecutor,
+        depth: int,
+        io: DiskIo,
+        ops: FileOps | None = None,
+        more_paths: Sequence[Path] = (),
     ) -> None:
-        self._blocks, self._pool, self._path, self._depth = blocks, pool, path, depth
+        self._blocks, self._pool, self._depth = blocks, pool, depth
         capacity = 2 * blocks * block_bytes
-        self.store_itself = SlabStore.open(path, capacity, io=io, io_threads=depth)
+        self._folders = [folder / "slabs" for folder in (path, *more_paths)]
+        self.store_itself = SlabStore.open(path, capacity, io=io, io_threads=depth, ops=ops, more_paths=more_paths)
         self._records: list[BlockRecord] = []
 
     def clear(self) -> None:
-        self.store_itself.remove([(record.namespace, record.key) for record in self._records])
+        self.store_itself.remove([(record.namespace, record.key) for record in reversed(self._records)])
         self._records = []
 
     def store(self, source: Memory, batch: int) -> None:
         for start in range(0, self._blocks, batch):
             numbers = range(start, min(start + batch, self._blocks))
-            records = self.store_itself.write([_block(number, [source.span(number)]) for number in numbers])
+            last = self._records[-1] if self._records else None
+            records = self.store_itself.write([_block(number, source.span(number), last) for number in numbers])
             self._records += [record for record in records if record is not None]
         if len(self._records) != self._blocks:
             raise harness.BenchmarkError(f"the store took {len(self._records)} of {self._blocks} blocks")
@@ -164,7 +185,7 @@ class Store:
         target.must_equal(source)
 
     def files(self) -> Iterable[Path]:
-        return (self._path / "slabs").iterdir()
+        return [slab for folder in self._folders for slab in folder.iterdir()]
 
     def close(self) -> None:
         self.store_itself.close()
@@ -359,8 +380,11 @@ def _batches(blocks: int, size: int, prompts: Prompts) -> Iterator[list[tuple[by
         yield sorted(changes)
 
 
-def _block(number: int, parts: Sequence[Span]) -> NewBlock:
-    return NewBlock(_NAMESPACE, number.to_bytes(16, "big"), b"", bytes(4 * TOKENS), 0, parts)
+def _block(number: int, span: Span, last: BlockRecord | None) -> NewBlock:
+    """Block `number` of the prompt, whose last stored block is `last`."""
+    parent = (number - 1).to_bytes(16, "big") if number else b""
+    near = [None if part is None else part.slot for part in last.parts] if last and last.key == parent else None
+    return NewBlock(_NAMESPACE, number.to_bytes(16, "big"), parent, bytes(4 * TOKENS), number, [span], near=near)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import disk
 from benchmarks.common import harness
-from benchmarks.storage import disk_daemon, slabs
+from benchmarks.storage import disk_daemon, slabs, slow_drives
 
 
 @pytest.mark.slow
@@ -33,6 +33,11 @@ def test_modes_compares_every_way_at_every_size(tmp_path: Path) -> None:
         assert all(row[f"{what}_gbps"] > 0 for what in ("store", "load", "scattered_load"))
         if row["io"] == "direct":
             assert row["store_ratio"] == row["load_ratio"] == row["scattered_load_ratio"] == 1
+    assert [row["block_bytes"] for row in result["raw_direct"]] == [65536, 131072]
+    for row, direct in zip(result["raw_direct"], result["modes"][1::3], strict=True):
+        for what in ("store", "load", "scattered_load"):
+            assert row[f"{what}_of_raw"] == pytest.approx(direct[f"{what}_gbps"] / row[f"{what}_gbps"], rel=0.01)
+    assert result["of_raw_load"] == min(row["load_of_raw"] for row in result["raw_direct"])
     assert result["modes_direct_ratio"] == 1
     assert result[f"modes_{result['best_io']}_ratio"] == max(
         result[f"modes_{io}_ratio"] for io in ("mmap", "direct", "buffered")
@@ -51,6 +56,42 @@ def test_a_load_that_would_not_be_cold_is_refused(tmp_path: Path) -> None:
             slabs.chill([file])
     os.close(fd)
     slabs.chill([file])
+
+
+def test_a_drive_moves_one_call_after_the_other_and_drives_at_once(tmp_path: Path) -> None:
+    now_s, slept = 100.0, []
+
+    def sleep(seconds: float) -> None:
+        slept.append(round(seconds, 6))
+
+    ops = slow_drives.SlowDrives({tmp_path / "a": 1000, tmp_path / "ab": 500}, lambda: now_s, sleep)
+    files = []
+    for name in ("a/1.slab", "a/2.slab", "ab/3.slab", "a/LOCK"):
+        ops.mkdir((tmp_path / name).parent)
+        files.append(ops.open(tmp_path / name, os.O_RDWR | os.O_CREAT))
+    first, second, other, lock = files
+    data, into = memoryview(bytes(range(100))), memoryview(bytearray(100))
+    assert ops.pwrite(first, data, 0) == 100
+    assert ops.pread(first, into, 0) == 100 and into == data
+    ops.pwrite(second, data, 0)
+    ops.pwrite(other, data, 0)
+    ops.pwrite(lock, data, 0)
+    assert slept == [0.1, 0.2, 0.3, 0.2]
+    now_s = 100.25
+    ops.pwrite(second, data, 0)
+    assert slept[4:] == [0.15]
+    for fd in files:
+        os.close(fd)
+
+
+def test_two_drives_are_compared_with_one_at_every_size(tmp_path: Path) -> None:
+    result = slow_drives.compare(tmp_path, [65536, 1 << 20], nbytes=4 << 20, depth=2, rounds=1, bytes_per_s=1 << 30)
+    assert [row["block_bytes"] for row in result["drives"]] == [65536, 1 << 20]
+    for row in result["drives"]:
+        for what in ("store", "load"):
+            one, two = row[f"one_{what}_gbps"], row[f"two_{what}_gbps"]
+            assert row[f"{what}_ratio"] == pytest.approx(two / one, rel=0.02)
+    assert result["two_drives_load_ratio"] == min(row["load_ratio"] for row in result["drives"])
 
 
 @pytest.mark.parametrize("blocks", [8, 14])

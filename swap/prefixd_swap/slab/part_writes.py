@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 
 import xxhash
 
@@ -64,7 +67,7 @@ def write_parts(
     """
     total = sum(round_to_slot(part.span.nbytes) for part in parts)
     share = -(-total // io_threads)
-    runs = list(_adjacent(parts, slabs, min(STEP_BYTES, max(_BYTES_AT_ONCE, share))))
+    runs = _alternate(_adjacent(parts, slabs, min(STEP_BYTES, max(_BYTES_AT_ONCE, share))))
     jobs = list(_jobs(runs, min(_BYTES_AT_ONCE, share)))
     if threads is None or len(jobs) < 2:
         for run in runs:
@@ -106,6 +109,14 @@ def _follows(part: PartWrite, run: _Run) -> bool:
         return False
     last = run.spans[-1]
     return part.span.nbytes <= SMALL_BYTES or part.span.address == last.address + round_to_slot(last.nbytes)
+
+
+def _alternate(runs: Iterable[_Run]) -> list[_Run]:
+    """The runs in an order in which they are written to all drives at once: one of each drive in turn."""
+    by_drive: defaultdict[Path, list[_Run]] = defaultdict(list)
+    for run in runs:
+        by_drive[run.slab.path.parent].append(run)
+    return [run for turn in zip_longest(*by_drive.values()) for run in turn if run is not None]
 
 
 def _jobs(runs: Sequence[_Run], least_bytes: int) -> Iterator[list[_Run]]:

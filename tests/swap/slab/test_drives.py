@@ -90,6 +90,20 @@ def test_blocks_of_a_prefix_alternate(drives: Drives) -> None:
         assert drives.check(store) == set(range(24))
 
 
+def test_all_drives_are_written_at_once(drives: Drives) -> None:
+    order: list[str] = []
+
+    class Order(FileOps):
+        def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+            if (path := os.readlink(f"/proc/self/fd/{fd}")).endswith(".slab"):
+                order.append(Path(path).parent.parent.name)
+            return super().pwrite(fd, buffer, offset)
+
+    with drives.open(ops=Order(), io_threads=1) as store:
+        drives.put(store, 0, 16)
+    assert len(order) == 16 and all(before != after for before, after in pairwise(order))
+
+
 def test_small_blocks_alternate_by_the_megabyte(drives: Drives) -> None:
     with drives.open() as store:
         drives.put(store, 0, 96, 64 << 10)

@@ -74,6 +74,21 @@ class LabelledCount(_message.Message):
     count: int
     def __init__(self, labels: _Optional[_Mapping[str, str]] = ..., count: _Optional[int] = ...) -> None: ...
 
+class LabelledValue(_message.Message):
+    __slots__ = ("labels", "value")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    labels: _containers.ScalarMap[str, str]
+    value: float
+    def __init__(self, labels: _Optional[_Mapping[str, str]] = ..., value: _Optional[float] = ...) -> None: ...
+
 class Histogram(_message.Message):
     __slots__ = ("bounds", "series")
     BOUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +215,50 @@ class Quantiles(_message.Message):
     p95: float
     p99: float
     def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p95: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
+
+class StoredStats(_message.Message):
+    __slots__ = ("codec", "stored_bytes", "exact_bytes", "blocks", "saved_bytes", "refused_parts", "altered_blocks", "largest_error", "rms_error", "encoded_bytes", "encode_s", "decoded_bytes", "decode_s")
+    class BlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class RefusedPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_PARTS_FIELD_NUMBER: _ClassVar[int]
+    ALTERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    RMS_ERROR_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    codec: str
+    stored_bytes: int
+    exact_bytes: int
+    blocks: _containers.ScalarMap[str, int]
+    saved_bytes: int
+    refused_parts: _containers.ScalarMap[str, int]
+    altered_blocks: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    largest_error: _containers.RepeatedCompositeFieldContainer[LabelledValue]
+    rms_error: _containers.RepeatedCompositeFieldContainer[LabelledValue]
+    encoded_bytes: int
+    encode_s: float
+    decoded_bytes: int
+    decode_s: float
+    def __init__(self, codec: _Optional[str] = ..., stored_bytes: _Optional[int] = ..., exact_bytes: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., saved_bytes: _Optional[int] = ..., refused_parts: _Optional[_Mapping[str, int]] = ..., altered_blocks: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., largest_error: _Optional[_Iterable[_Union[LabelledValue, _Mapping]]] = ..., rms_error: _Optional[_Iterable[_Union[LabelledValue, _Mapping]]] = ..., encoded_bytes: _Optional[int] = ..., encode_s: _Optional[float] = ..., decoded_bytes: _Optional[int] = ..., decode_s: _Optional[float] = ...) -> None: ...
 
 class DiskWear(_message.Message):
     __slots__ = ("path", "recent_bytes_per_s", "mean_bytes_per_s", "endurance_bytes", "used_ratio", "left_s")
@@ -515,7 +574,7 @@ class ModelStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., namespace: _Optional[str] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period", "claims", "ghosts", "spans")
+    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events", "models", "remote", "other_namespaces", "tenants", "namespace_room", "timings", "traffic", "cached", "disk_wear", "build", "period", "claims", "ghosts", "stored", "spans")
     class LostBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -553,6 +612,7 @@ class StatsResponse(_message.Message):
     PERIOD_FIELD_NUMBER: _ClassVar[int]
     CLAIMS_FIELD_NUMBER: _ClassVar[int]
     GHOSTS_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
@@ -584,8 +644,9 @@ class StatsResponse(_message.Message):
     period: Period
     claims: ClaimStats
     ghosts: GhostStats
+    stored: StoredStats
     spans: SpanStats
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ..., claims: _Optional[_Union[ClaimStats, _Mapping]] = ..., ghosts: _Optional[_Union[GhostStats, _Mapping]] = ..., spans: _Optional[_Union[SpanStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., remote: _Optional[_Union[RemoteStats, _Mapping]] = ..., other_namespaces: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., namespace_room: _Optional[_Union[NamespaceRoomStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., traffic: _Optional[_Union[TrafficStats, _Mapping]] = ..., cached: _Optional[_Union[FillStats, _Mapping]] = ..., disk_wear: _Optional[_Union[DiskWear, _Mapping]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., period: _Optional[_Union[Period, _Mapping]] = ..., claims: _Optional[_Union[ClaimStats, _Mapping]] = ..., ghosts: _Optional[_Union[GhostStats, _Mapping]] = ..., stored: _Optional[_Union[StoredStats, _Mapping]] = ..., spans: _Optional[_Union[SpanStats, _Mapping]] = ...) -> None: ...
 
 class SpanStats(_message.Message):
     __slots__ = ("exported_spans", "failed_spans", "dropped_requests")
@@ -766,14 +827,16 @@ class TenantQuota(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierQuota, _Mapping]]] = ..., sessions: _Optional[int] = ..., grants: _Optional[int] = ..., namespaces: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., requests_per_s: _Optional[float] = ..., calls: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
 
 class TenantTierUse(_message.Message):
-    __slots__ = ("tier", "used_bytes", "held_bytes")
+    __slots__ = ("tier", "used_bytes", "held_bytes", "exact_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _cache_pb2.Tier
     used_bytes: int
     held_bytes: int
-    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., used_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    exact_bytes: int
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., used_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., exact_bytes: _Optional[int] = ...) -> None: ...
 
 class TenantStats(_message.Message):
     __slots__ = ("name", "quota", "tiers", "sessions", "grants", "namespaces", "waiting_requests", "running_requests", "calls", "retained_bytes", "refused")

@@ -17,6 +17,7 @@ from prefixd.base.long_work.steps import Steps, do_at_once, do_in_slices, in_thr
 from prefixd.cache.audit.findings import Findings
 from prefixd.cache.audit.integrity_disk import compare_with_index, snapshot_of_disk
 from prefixd.cache.audit.integrity_holds import audit_grants, audit_holds, audit_slots
+from prefixd.cache.audit.integrity_stored import audit_stored
 from prefixd.cache.audit.integrity_tenants import audit_tenants
 from prefixd.cache.audit.integrity_trie import Bools, audit_trie
 from prefixd.cache.cache import TieredCache
@@ -101,6 +102,8 @@ def _audit_memory(found: Findings, cache: TieredCache) -> Steps[None]:
     yield from audit_slots(found, cache)
     yield from audit_grants(found, cache)
     yield from audit_tenants(found, cache)
+    if cache.tiers.durable is not None:
+        yield from audit_stored(found, cache, cache.tiers.durable)
     for trie in list(cache.tries):
         yield from audit_trie(found, trie, cache.tiers, partial(_belong, cache, trie))
 

@@ -47,13 +47,13 @@ class NamespaceCodings:
     def __init__(self, namespaces: NamespaceRegistry, tenants: Tenants, tier: TierCodec) -> None:
         self._namespaces = namespaces
         self._tenants = tenants
-        self._tier = tier
+        self.tier = tier
         self._codings = lru_cache(maxsize=1024)(_codings)
 
     def codings(self, ordinal: int) -> Codings:
         """How the parts of the namespace with this ordinal are coded from now on."""
         spec = self._namespaces.at(ordinal).spec
-        return self._codings(spec.parts, codec_of(spec, self._tenants, self._tier.name), self._tier.most_error)
+        return self._codings(spec.parts, codec_of(spec, self._tenants, self.tier.name), self.tier.most_error)
 
     def without_loss(self, ordinal: int, part: int) -> Coding | None:
         """How a part of a namespace is coded of which memory has bytes from a lossy copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from functools import partial
 import numpy as np
 import xxhash
 
+from prefixd.base.codec_names import CodecName
 from prefixd.cache.coding.namespace_codings import NamespaceCodings
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import NamespaceRegistry
@@ -89,6 +91,15 @@ class PartCoder:
         self._threads: ThreadPoolExecutor | None = None
         self.refused: Counter[str] = Counter()
         """Parts that stayed as they are though a codec was chosen, by reason."""
+        self.taken_bytes = 0
+        """Bytes of parts that the threads have taken since the start, as they are in memory."""
+        self.busy_s = 0.0
+        """Seconds that the threads took for them, those of all threads together."""
+
+    @property
+    def tier_codec(self) -> CodecName:
+        """The codec of blocks for which neither their namespace nor their tenant names one."""
+        return self._codings.tier.name
 
     def close(self) -> None:
         """Ends the threads."""
@@ -124,7 +135,8 @@ class PartCoder:
         done = await asyncio.gather(
             *(loop.run_in_executor(self._threads, partial(_code_all, share)) for share in shares if share)
         )
-        return self._collect([outcome for outcomes in done for outcome in outcomes])
+        self.busy_s += sum(seconds for _, seconds in done)
+        return self._collect([outcome for outcomes, _ in done for outcome in outcomes])
 
     async def complete(
         self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask, coded: CodedBlocks
@@ -146,6 +158,7 @@ class PartCoder:
     def _collect(self, outcomes: Iterable[_Outcome]) -> dict[tuple[int, int], PartCode]:
         coded = {}
         for outcome in outcomes:
+            self.taken_bytes += outcome.job.span.nbytes
             if outcome.made is not None:
                 coded[outcome.job.row, outcome.job.part] = outcome.made
             if outcome.refused:
@@ -191,9 +204,10 @@ class _Outcome:
     refused: str = ""
 
 
-def _code_all(jobs: Sequence[_Job]) -> list[_Outcome]:
-    """Runs in a thread."""
-    return [_code(job) for job in jobs]
+def _code_all(jobs: Sequence[_Job]) -> tuple[list[_Outcome], float]:
+    """Runs in a thread; also returns the seconds that it took."""
+    begun_s = time.perf_counter()
+    return [_code(job) for job in jobs], time.perf_counter() - begun_s
 
 
 def _code(job: _Job) -> _Outcome:

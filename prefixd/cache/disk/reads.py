@@ -46,6 +46,10 @@ class DiskReads:
         self._drop = drop
         self._failed = failed
         self._lock = lock
+        self.decoded_bytes = 0
+        """Bytes of parts that were decoded for readers since the start, as they are in memory."""
+        self.decode_s = 0.0
+        """Seconds that the disk's threads took for that, those of all threads together."""
 
     async def read(
         self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: MemoryTier, movement: Movement
@@ -93,7 +97,11 @@ class DiskReads:
         for at in np.flatnonzero(good).tolist():
             row, outcome = int(rows[at]), outcomes[at]
             for part, decoded in zip(parts, outcome if isinstance(outcome, tuple) else (), strict=False):
-                if decoded is not None and trie.slots[row, shared, part] == NO_SLOT:
+                if decoded is None:
+                    continue
+                self.decoded_bytes += trie.part_bytes[part]
+                self.decode_s += decoded.seconds
+                if trie.slots[row, shared, part] == NO_SLOT:
                     trie.checksums[row, part] = decoded.checksum
         altered = rows[good][trie.errors[rows[good], 0] > 0]
         groups = int(np.bitwise_or.reduce(trie.part_mask[list(parts)]))

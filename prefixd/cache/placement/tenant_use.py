@@ -28,6 +28,7 @@ from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace
+from prefixd.cache.placement.stored_bytes import StoredBytes
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd_swap import round_to_slot
@@ -183,6 +184,8 @@ class TenantUse:
         self._granted: dict[tuple[int, int], Account] = {}
         self._slot_bytes: dict[tuple[int, int], _Sizes] = {}
         self.held = HeldBytes(self)
+        self.stored = StoredBytes()
+        """What is stored on disk of the tenants' blocks."""
         self._pinned: Counter[int] = Counter()  # by tenant, bytes of pinned blocks
 
     # -- owners ---------------------------------------------------------------------------------------------------
@@ -285,6 +288,8 @@ class TenantUse:
         else:
             self._fit()
             np.add.at(self._cached[:, tier.level], self.owners(trie, rows), sign * nbytes)
+        if tier is self._tiers.durable:
+            self.stored.count(trie, rows, self.owners(trie, rows), slots != NO_SLOT, sign)
 
     def _fit(self) -> None:
         if (lacking := len(self.tenants.all) - len(self._cached)) > 0:
@@ -297,6 +302,7 @@ class TenantUse:
         """Counts the bytes of all tries anew, after blocks were entered without `count_cached`."""
         self._fit()
         self._cached[:] = 0
+        self.stored.clear()
         for trie in tries:
             for part in slices(trie.rows):
                 rows = np.arange(part.start, part.stop)

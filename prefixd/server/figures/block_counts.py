@@ -10,6 +10,7 @@ from typing import Self
 from prefixd.base.long_work.pacer import SLICE_ROWS, give_way
 from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import TIERS
+from prefixd.server.figures.coded_counts import CodedCounts
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
 
 
@@ -25,12 +26,14 @@ class BlockCounts:
     """Unused bytes of the GPU tier's cached blocks."""
     on_gpu: Counter[int]
     """Blocks in the GPU tier, by the ordinal of their namespace."""
+    coded: CodedCounts
+    """Blocks that codecs have made smaller."""
 
     @classmethod
     async def of(cls, cache: TieredCache, needs: Sequence[KvNeeds]) -> Self:
         """Counts one slice of rows at a time, so that other tasks of the event loop run in between."""
         blocks, held, unused = [0] * TIERS, [0] * TIERS, Unused()
-        on_gpu, compute = Counter[int](), cache.tiers.compute.level
+        on_gpu, compute, coded = Counter[int](), cache.tiers.compute.level, CodedCounts()
         for trie in list(cache.tries):
             for start in range(0, trie.rows, SLICE_ROWS):
                 if start:
@@ -41,9 +44,10 @@ class BlockCounts:
                     blocks[tier] += here[tier]
                     held[tier] += held_here[tier]
                 on_gpu.update(by_namespace)
+                coded.add(trie, rows)
                 # Models of one shape share a trie and need the same parts of its blocks.
                 if (counting := next((each for each in needs if each.trie is trie), None)) is not None:
                     here_unused = counting.of_cached(trie, rows)
                     unused.spare += here_unused.spare
                     unused.unneeded += here_unused.unneeded
-        return cls(blocks, held, unused, on_gpu)
+        return cls(blocks, held, unused, on_gpu, coded)

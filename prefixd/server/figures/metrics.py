@@ -95,7 +95,8 @@ def _add_figure(
         family.add_metric([*outer, *(str(getattr(value, each)) for each in own)], 1)
     elif metric.labels and field.is_repeated:
         for one in value:
-            family.add_metric([*outer, *(one.labels.get(each, "") for each in own)], one.count)
+            amount = one.value if isinstance(one, pb.LabelledValue) else one.count
+            family.add_metric([*outer, *(one.labels.get(each, "") for each in own)], amount)
     elif metric.labels:
         for series in value.series:
             buckets = _buckets(value.bounds, series)

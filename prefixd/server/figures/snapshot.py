@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import prefixd
 from prefixd.base.tiers import Tier
 from prefixd.cache import Lease, Reservation, TieredCache
+from prefixd.cache.index.trie import DISK
 from prefixd.server.figures.block_counts import BlockCounts
+from prefixd.server.figures.coded_counts import stored_stats
 from prefixd.server.figures.disk_wear import DiskWear
 from prefixd.server.figures.ghost_figures import GhostFigures
 from prefixd.server.figures.history import History
@@ -57,7 +59,8 @@ class Snapshot:
         counts = await BlockCounts.of(cache, [host.dispatcher.recorder.needs for host in self.models.values()])
         counted = blocks_by_namespace(cache)
         namespaces, other_namespaces = await namespace_figures(cache, counts.on_gpu, counted)
-        filled = await fill_figures(cache, counted, {host.namespace_name: host.name for host in self.models.values()})
+        names = {host.namespace_name: host.name for host in self.models.values()}
+        filled = await fill_figures(cache, counted, names)
         timings = await timings_figures(cache.measurements.timings)
         traffic = await traffic_figures(cache.measurements.traffic)
         now = self.clock()
@@ -103,6 +106,7 @@ class Snapshot:
             traffic=traffic,
             cached=filled,
             disk_wear=None if self.wear is None else self.wear.figures(),
+            stored=stored_stats(cache, counts.blocks[DISK], counts.coded, names),
             build=build_info(),
             period=period,
             namespace_room=pb.NamespaceRoomStats(

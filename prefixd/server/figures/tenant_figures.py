@@ -109,7 +109,7 @@ class TenantFigures:
         return self._collect([tenant])[0]
 
     def _stats(self, tenant: Tenant, sessions: Sequence[Session]) -> pb.TenantStats:
-        use, (waiting, running) = self._cache.mover.use, self._requests(tenant)
+        use, tiers, (waiting, running) = self._cache.mover.use, self._cache.tiers, self._requests(tenant)
         return pb.TenantStats(
             name=tenant.name,
             quota=_quota_message(tenant.quota),
@@ -118,8 +118,9 @@ class TenantFigures:
                     tier=Tier(tier.level).wire,
                     used_bytes=use.used_bytes(tenant, tier),
                     held_bytes=use.held_bytes(tenant, tier),
+                    exact_bytes=use.stored.of_tenant(tenant.ordinal).exact if tier is tiers.durable else None,
                 )
-                for tier in self._cache.tiers.own
+                for tier in tiers.own
             ],
             sessions=len(sessions),
             grants=sum(len(session.grants) for session in sessions),

@@ -6,6 +6,7 @@ checksum, and therefore these errors.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,7 @@ class Decoded:
         lossy: the bytes are not the exact ones.
         largest, rms: the errors of the worst layer, see `LayerErrors`; 0 if the codec is lossless.
         errors: of each layer.
+        seconds: that decoding and verifying took.
     """
 
     checksum: int
@@ -68,6 +70,7 @@ class Decoded:
     largest: float
     rms: float
     errors: LayerErrors | None
+    seconds: float = 0.0
 
 
 def code(data: UInt8s, coding: Coding) -> Coded | Refused:
@@ -112,6 +115,7 @@ def decode_object(stored: UInt8s, into: UInt8s) -> Decoded:
         EncodingError: the object is damaged, or is none, or one of another part or a newer version.
         UnavailableCodecError: a package that the codec needs is not installed.
     """
+    begun_s = time.perf_counter()
     header = read_header(stored)
     if header.nbytes != into.size:
         raise EncodingError(f"a coded object of a part with {header.nbytes} bytes was read for one with {into.size}")
@@ -128,6 +132,7 @@ def decode_object(stored: UInt8s, into: UInt8s) -> Decoded:
         0.0 if header.errors is None else float(header.errors.largest.max()),
         0.0 if header.errors is None else float(header.errors.rms.max()),
         header.errors,
+        time.perf_counter() - begun_s,
     )
 
 

@@ -111,6 +111,12 @@ def miscounted_tenant(rig: Rig, rows: list[int]) -> Callable[[], None]:
     return lambda: use.count_cached(rig.trie, one, rig.durable, slots, -1)
 
 
+def miscounted_stored(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    stored, one = rig.cache.mover.use.stored, np.array(rows[:1], np.int64)
+    stored.count(rig.trie, one, np.zeros(1, np.int64), np.ones((1, 1), np.bool_), 1)
+    return lambda: stored.count(rig.trie, one, np.zeros(1, np.int64), np.ones((1, 1), np.bool_), -1)
+
+
 def miscounted_account(rig: Rig, rows: list[int]) -> Callable[[], None]:
     account = rig.cache.mover.use.granted(rig.cache.tenants.default, rig.cache.tiers.compute)
     account.add(1)
@@ -181,6 +187,10 @@ def miscounted_queued_bytes(rig: Rig, rows: list[int]) -> Callable[[], None]:
         (kept_by_nobody, "counted as kept without a hold"),
         (lost_lease, "not counted as held in the cpu tier"),
         (miscounted_tenant, "tenant default has 16384 bytes of blocks in the disk tier, and 20480 are counted"),
+        (
+            miscounted_stored,
+            "of tenant default 16384 bytes are stored in the disk tier, .*, and 20480 and 20480 are",
+        ),
         (miscounted_account, "tenant default, granted: 0 bytes are in flight in the gpu tier, and 1 are counted"),
         (miscounted_session, "session .*: 0 bytes are in flight in the cpu tier, and 1 are counted"),
         (miscounted_holders, "rows of which holders are miscounted in the cpu tier"),

@@ -34,7 +34,8 @@ def _fill(message: Message) -> None:
                 value[key] = 7
         elif metric.labels and field.is_repeated:
             for labels in _combinations(list(metric.labels)):
-                value.add(labels=labels, count=9)
+                amount = "value" if field.message_type is pb.LabelledValue.DESCRIPTOR else "count"
+                value.add(labels=labels, **{amount: 9})
         elif metric.labels:
             value.bounds.extend([0.1, 1.0])
             for labels in _combinations(list(metric.labels)):
@@ -49,10 +50,10 @@ def _fill(message: Message) -> None:
         elif field.message_type is not None:
             value.SetInParent()
             _fill(value)
-        elif field.enum_type is not None:
-            setattr(message, field.name, 3)
         elif field.is_repeated:
             value.extend([1, 2])
+        elif field.enum_type is not None:
+            setattr(message, field.name, 3)
         elif field.type == field.TYPE_BYTES:
             setattr(message, field.name, b"7")
         else:

@@ -13,6 +13,7 @@ from prefixd.base.sizes import as_size
 from prefixd.cli.output.tables.figures import figure_table
 from prefixd.cli.output.tables.grid import console, duration, table, tier_name
 from prefixd.cli.output.tables.period_tables import fill_table, outcome_line, wear_line
+from prefixd.cli.output.tables.stored_text import stored_line
 from prefixd.cli.output.terminal import cleaned, shown
 from prefixd.v1 import admin_pb2
 
@@ -152,6 +153,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     if stats.sessions:
         out.print(_session_table(stats.sessions))
     out.print(figure_table(stats))
+    if (line := stored_line(stats.stored)) is not None:
+        out.print(line, markup=False)
     if stats.HasField("disk_wear"):
         out.print(wear_line(stats.disk_wear), markup=False)
     if stats.HasField("remote"):
@@ -300,9 +303,16 @@ def print_checks(checks: Iterable[Check]) -> None:
             out.print(Text.assemble(("ok", "green"), f" {line}"))
 
 
+def _is_smaller(use: admin_pb2.TenantTierUse) -> bool:
+    """Whether codecs have made a tenant's blocks on disk smaller; `in memory` they have `exact_bytes`."""
+    return use.exact_bytes > use.used_bytes
+
+
 def print_tenants(tenants: Sequence[admin_pb2.TenantStats]) -> None:
     """Prints each tenant's use and quotas: a table of the tiers, and one of the limits."""
-    tiers = table("tenant", "tier", "used", "held", "guaranteed", "most", right=("used", "held", "guaranteed", "most"))
+    exact = ("in memory",) if any(map(_is_smaller, (use for tenant in tenants for use in tenant.tiers))) else ()
+    numbers = ("used", *exact, "held", "guaranteed", "most")
+    tiers = table("tenant", "tier", *numbers, right=numbers)
     limits = table("tenant", "limit", "has", "most", "refused", right=("has", "most", "refused"))
     for tenant in map(cleaned, tenants):
         uses = {each.tier: each for each in tenant.tiers}
@@ -312,6 +322,7 @@ def print_tenants(tenants: Sequence[admin_pb2.TenantStats]) -> None:
                 tenant.name,
                 tier_name(quota.tier),
                 as_size(use.used_bytes),
+                *([as_size(use.exact_bytes) if _is_smaller(use) else "-"] if exact else []),
                 as_size(use.held_bytes),
                 as_size(quota.guaranteed_bytes),
                 as_size(quota.most_bytes) if quota.HasField("most_bytes") else "-",

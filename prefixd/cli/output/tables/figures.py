@@ -51,7 +51,8 @@ def figure_rows(message: Message, within: str = "") -> Iterator[tuple[str, str, 
             if metric.labels and field.is_repeated:
                 for one in value:
                     place_of_one = ".".join([place, *(one.labels.get(each, "") for each in metric.labels)])
-                    yield place_of_one, figure(field.name, one.count), metric.help
+                    amount = one.value if isinstance(one, admin_pb2.LabelledValue) else one.count
+                    yield place_of_one, figure(field.name, amount), metric.help
             elif metric.labels:
                 if (times := quantile_text(value)) is not None:
                     yield place, times, metric.help

@@ -65,15 +65,18 @@ class Sizes:
         nbytes: the tier's size now.
         beside: bytes of nearer tiers whose blocks the tier does not have too.
         within: bytes of nearer tiers whose blocks the tier has too, if it is large enough.
+        compression: bytes of blocks for each byte that the tier keeps of them: 2.0 where a codec halves them.
     """
 
     nbytes: int
     beside: int = 0
     within: int = 0
+    compression: float = 1.0
 
     def totals(self) -> npt.NDArray[np.float64]:
-        """[FACTORS]: bytes of this tier at each size and of the nearer ones."""
-        totals: npt.NDArray[np.float64] = np.maximum(self.nbytes * np.array(FACTORS) + self.beside, self.within)
+        """[FACTORS]: bytes of the blocks that this tier at each size and the nearer ones hold together."""
+        own = self.nbytes * self.compression * np.array(FACTORS)
+        totals: npt.NDArray[np.float64] = np.maximum(own + self.beside, self.within)
         return totals
 
 

@@ -242,7 +242,13 @@ class Ghosts:
         if ghost.level == tiers.shared.level:
             return Sizes(tiers.shared.capacity_bytes, beside=gpu)
         assert tiers.durable is not None
-        return Sizes(tiers.durable.capacity_bytes, within=gpu + tiers.shared.capacity_bytes)
+        within = gpu + tiers.shared.capacity_bytes
+        return Sizes(tiers.durable.capacity_bytes, within=within, compression=self._compression())
+
+    def _compression(self) -> float:
+        """Bytes of a block for each byte that the disk stores of it, as of what was written since the start."""
+        writes = self._cache.mover.disk.writes
+        return 1.0 + writes.saved_bytes / writes.written_bytes if writes.written_bytes else 1.0
 
     def _spend(self, began_s: float) -> None:
         spent_s = self._spent_s() - began_s + self._notes * _NOTED_S

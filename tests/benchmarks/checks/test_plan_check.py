@@ -82,7 +82,7 @@ def test_the_benchmark_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     numbers |= {"prefix-tokens": 64, "tolerance": 1000}
     file = tmp_path / "plan_check.json"
     given = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
-    plan_check.main([*given, "--configs", "no-cache", "fcfs", "--json", str(file)])
+    plan_check.main([*given, "--configs", "no-cache", "fcfs", "--codec", "int8", "--json", str(file)])
     computed, found = json.loads(file.read_text())["workloads"]
     assert computed["hit_rate"] == computed["predicted_hit_rate"] == 0
     assert found["hit_rate"] > 0.5 and abs(found["hit_rate_off"]) < 0.05

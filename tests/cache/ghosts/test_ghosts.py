@@ -7,15 +7,18 @@ import itertools
 import tracemalloc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from prefixd.cache import NamespaceSpec, PartSpec
+from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.ghosts.ghost_tier import GhostTier, Prompt, Sizes
 from prefixd.cache.ghosts.ghosts import Ghosts
 from prefixd.cache.ghosts.prefix_hashes import PrefixHashes
 from prefixd.cache.prompt_listeners import Lookup
+from tests.cache.disk.coded_rig import SHAPE, CodedRig
 from tests.rig import Rig
 
 
@@ -42,6 +45,21 @@ async def test_prompts_are_heard_once_and_estimated_as_the_cache_finds_them(make
     mine = ghosts.estimates(rig.namespace.spec.tenant)[0]
     assert mine.now.hit_rate == 0.5
     assert ghosts.estimates("nobody")[0].references == 0
+
+
+async def test_a_disk_of_coded_blocks_counts_for_the_blocks_that_it_holds(tmp_path: Path) -> None:
+    for codec, least in (("exact", 1.0), ("int8", 1.2)):
+        rig = CodedRig(tmp_path / codec, disk_codec=TierCodec(codec), cpu=8, disk=16, mixed=False)
+        ghosts = Ghosts(rig.cache, "lru", 1 << 20)
+        sizes = ghosts._sizes(ghosts.tiers[1])
+        assert sizes.compression == 1.0, "nothing was written yet"
+        rows = await rig.to_disk_alone([1, 2, 3])
+        sizes = ghosts._sizes(ghosts.tiers[1])
+        assert sizes.compression == 3 * SHAPE.nbytes / rig.stored(rows) >= least
+        assert sizes.totals()[-1] == pytest.approx(8 * sizes.compression * sizes.nbytes)
+        now = ghosts.estimates()[1]
+        assert now.nbytes == rig.cache.tiers.durable.capacity_bytes and now.sizes[-1].nbytes == 8 * now.nbytes
+        await rig.close()
 
 
 async def test_a_part_of_a_prompt_does_not_keep_all_of_it_in_memory(make_rig: Callable[..., Rig]) -> None:

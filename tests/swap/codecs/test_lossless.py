@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prefixd_swap.codecs.codec import Refused, UInt8s
 from prefixd_swap.codecs.lossless import LosslessCodec
 from prefixd_swap.codecs.part_shape import PartShape
+from prefixd_swap.errors import EncodingError
 from tests.swap.codecs import parts
 
 CODEC = LosslessCodec()
@@ -83,3 +84,19 @@ def test_threads_do_not_share_contexts() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
+
+
+def test_a_frame_that_promises_too_much_takes_no_memory() -> None:
+    """A terabyte in zstd's own header, and bytes that go on where the plane has ended."""
+    whole = np.zeros(1 << 16, np.uint8)
+    good = CODEC.encode(whole, None)
+    assert isinstance(good, np.ndarray)
+    frame = b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + bytes(40)
+    planes = bytes([1]) + len(frame).to_bytes(8, "little")
+    into = np.empty(whole.size, np.uint8)
+    with pytest.raises(EncodingError, match="of 65536 bytes was compressed as one of 1099511627776"):
+        CODEC.decode(np.frombuffer(planes + frame, np.uint8), None, into)
+    again = good[9:].tobytes() + b"more"
+    planes = bytes([1]) + len(again).to_bytes(8, "little")
+    with pytest.raises(EncodingError, match="cannot be decompressed"):
+        CODEC.decode(np.frombuffer(planes + again, np.uint8), None, into)

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,3 +155,24 @@ def test_int4_with_small_groups_is_more_exact_than_with_whole_heads() -> None:
     whole = np.sqrt(((np.rint(numbers / scale) * scale - numbers) ** 2).mean())
     values = parts.to_numbers(round_trip(CODECS[1], data, shape), shape)[:, 1]
     assert np.sqrt(((values - numbers) ** 2).mean()) < 0.9 * whole
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("largest", [1e-38, 1e-30, 1e-5, 1.0])
+def test_threads_that_flush_denormal_numbers_to_zero_decode_the_same(
+    codec: QuantizedCodec, dtype: str, largest: float
+) -> None:
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    data = parts.to_bytes(parts.to_numbers(parts.random_part(shape), shape) * np.float32(largest), shape)
+    encoded = codec.encode(data, shape)
+    assert isinstance(encoded, np.ndarray)
+    plain, flushed = np.empty(data.size, np.uint8), np.empty(data.size, np.uint8)
+    codec.decode(encoded, shape, plain)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        codec.decode(encoded, shape, flushed)
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(plain, flushed)

@@ -43,6 +43,7 @@ from benchmarks.common import harness
 from benchmarks.common.options import option, seed
 from benchmarks.load.world import block_key, prompts, store_prompt
 from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
+from benchmarks.storage.key_file import keys_of_file, write_key_file
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client, NotFoundError, ServerUnavailable
 from prefixd.client.connecting.session import MemoryMode
@@ -81,8 +82,11 @@ class Findings(RotFindings):
 class Rot:
     """One data directory: filled once, damaged, looked through, and put back as it was, again and again."""
 
-    def __init__(self, directory: Path, findings: Findings, rng: random.Random, numbers: int) -> None:
+    def __init__(
+        self, directory: Path, findings: Findings, rng: random.Random, numbers: int, *, encrypted: bool
+    ) -> None:
         self._directory = directory
+        self._key_file = write_key_file(directory / "keys") if encrypted else None
         self._findings = findings
         self._rng = rng
         self._prompts = list(prompts(numbers))
@@ -91,7 +95,7 @@ class Rot:
         with self._daemon({}) as daemon:
             self._fill(daemon)
         shutil.copytree(self._blocks, self._pristine)
-        self._stored = StoredBlocks(self._blocks, _DISK_BYTES)
+        self._stored = StoredBlocks(self._blocks, _DISK_BYTES, keys_of_file())
         self._paths = {prompt: [block_key(prompt, block) for block in range(prompt.blocks)] for prompt in self._prompts}
         keys = {key for path in self._paths.values() for key in path}
         if keys != set(self._stored.blocks):
@@ -186,7 +190,8 @@ class Rot:
 
     def _daemon(self, settings: dict[str, object]) -> DaemonProcess:
         sizes = {"cpu.bytes": _CPU_BYTES, "disk.bytes": _DISK_BYTES, "disk.scrub_bytes_per_s": 0}
-        return DaemonProcess({**sizes, **settings}, directory=self._directory)
+        keys = {} if self._key_file is None else {"disk.encryption_key_file": self._key_file}
+        return DaemonProcess({**sizes, **keys, **settings}, directory=self._directory)
 
     def _fill(self, daemon: DaemonProcess) -> None:
         with Client(daemon.address) as client, harness.progress("prompts stored", len(self._prompts)) as step:
@@ -230,6 +235,8 @@ def run(
     seed: int,
     step: Callable[[int], None] = lambda hit: None,
     numbers: int = _NUMBERS,
+    *,
+    encrypted: bool = False,
 ) -> Findings:
     """Flips in `flips` blocks and `index_flips` bits of the index; `step` is called with how many after each round.
 
@@ -238,7 +245,7 @@ def run(
     findings = Findings()
     rng = random.Random(f"bit rot {seed}")
     with tempfile.TemporaryDirectory(prefix="prefixd-rot-") as folder:
-        rot = Rot(Path(folder), findings, rng, numbers)
+        rot = Rot(Path(folder), findings, rng, numbers, encrypted=encrypted)
         rounds = max(-(-flips // _ROUND), min(flips, 2 * len(WAYS)))
         for number in range(rounds):
             left = flips - findings.flips.total()
@@ -257,10 +264,11 @@ def run(
     __doc__,
     option("--tier", "disk", "whose bytes", str, choices=("disk", "remote")),
     option("--flips", 500, "blocks to damage"),
+    option("--at-rest", "clear", "disk: how blocks are stored", str, choices=("clear", "encrypted")),
     option("--index-flips", 120, "disk: bits of the index to flip"),
     option("--forged", 10_000, "remote: blocks to make up"),
     seed("of what is flipped where"),
-    unrecorded=("index_flips", "forged"),
+    unrecorded=("at_rest", "index_flips", "forged"),
 )
 def main(options: harness.Options) -> harness.Outcome:
     """Damages blocks of the chosen tier."""
@@ -272,7 +280,8 @@ def main(options: harness.Options) -> harness.Outcome:
                 step()
 
         if options.tier == "disk":
-            findings = run(options.flips, options.index_flips, options.seed, steps)
+            encrypted = options.at_rest == "encrypted"
+            findings = run(options.flips, options.index_flips, options.seed, steps, encrypted=encrypted)
             return harness.Outcome(findings.result(), findings.broken)
         flips = remote_rot.run(options.flips, options.seed, steps)
         made_up = forged.run(options.forged, options.seed, steps)

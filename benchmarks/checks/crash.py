@@ -36,6 +36,7 @@ from benchmarks.common.options import option, seed
 from benchmarks.load.mixed_load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess, tell_all
 from benchmarks.load.world import prompts
+from benchmarks.storage.key_file import write_key_file
 from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client
@@ -119,7 +120,14 @@ class Lives:
     """
 
     def __init__(
-        self, directory: Path, roomy: bool, seed: int, findings: Findings, between: Callable[[Path], None] | None = None
+        self,
+        directory: Path,
+        roomy: bool,
+        seed: int,
+        findings: Findings,
+        between: Callable[[Path], None] | None = None,
+        *,
+        encrypted: bool = False,
     ) -> None:
         self._roomy = roomy
         self._rng = random.Random(f"crash {seed} {roomy}")
@@ -132,6 +140,8 @@ class Lives:
             directory, dict.fromkeys(TENANTS, _quota(_ROOMY_BYTES if roomy else _TIGHT_BYTES[0])), harness.free_port()
         )
         settings = {"cpu.bytes": _CPU_BYTES, "disk.bytes": disk_bytes, "disk.shrink": True, **self._house.settings}
+        if encrypted:
+            settings["disk.encryption_key_file"] = write_key_file(directory / "keys")
         self._disk_bytes, self._shrunk = disk_bytes, False
         self._daemon = DaemonProcess(settings, directory=directory / "daemon")
         self._clients: list[LoadProcess] = []
@@ -261,7 +271,9 @@ def run(
     step: Callable[[], None] = lambda: None,
     between: Callable[[Path], None] | None = None,
 ) -> Findings:
-    """Kills daemons `kills` times in all, in four directories after each other, of which the first is tight.
+    """Kills daemons `kills` times in all, in four directories after each other.
+
+    The first is tight, and blocks in the last are encrypted.
 
     `step` is called after each.
     """
@@ -271,7 +283,7 @@ def run(
         if not left:
             continue
         with tempfile.TemporaryDirectory(prefix="prefixd-crash-") as folder:
-            lives = Lives(Path(folder), number > 0, seed + number, findings, between)
+            lives = Lives(Path(folder), number > 0, seed + number, findings, between, encrypted=number == 3)
             with lives.running():
                 while left:
                     done = lives.kill(left)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.storage.damage import changed
 from prefixd_swap import SlabStore
+from prefixd_swap.sealing.rest_keys import RestKeys
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slots import PAGE_BYTES
 
@@ -76,10 +77,10 @@ class Flip:
 
 
 class StoredBlocks:
-    """All blocks of a disk tier that no daemon has open."""
+    """All blocks of a disk tier that no daemon has open; `keys` decrypt them."""
 
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
-        store = SlabStore.open(path, capacity_bytes)
+    def __init__(self, path: Path, capacity_bytes: int, keys: RestKeys | None = None) -> None:
+        store = SlabStore.open(path, capacity_bytes, keys=keys)
         files = {int(file.stem, 16): file for file in (path / "slabs").iterdir()}
         self.blocks: dict[str, Stored] = {}
         for record in store.records():

@@ -16,8 +16,9 @@ CAPACITY = 16 << 20
 
 
 @pytest.mark.slow
-def test_every_flip_is_found_and_nothing_wrong_is_served() -> None:
-    findings = bit_rot.run(18, 4, seed=1, numbers=6)
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_every_flip_is_found_and_nothing_wrong_is_served(encrypted: bool) -> None:
+    findings = bit_rot.run(18, 4, seed=1, numbers=6, encrypted=encrypted)
     assert not findings.broken, findings.result()
     result = findings.result()
     assert (result["flips"], result["detected"], result["served_wrong"], result["index_wrong"]) == (18, 18, 0, 0)

@@ -8,6 +8,7 @@ after it. GB/s are of exact bytes: *_core_gbps a second of CPU time, *_gbps a se
 raw_store_gbps and raw_load_gbps are what the disk does with plain direct I/O (`benchmarks.disk`). A codec whose
 encode_gbps and decode_gbps are above them makes no write and no read slower, and with fewer bytes a faster one:
 *_gain is how much faster, if the slower of codec and disk decides and both work at the same time.
+zstd, scale_precision, int4_groups: what the formats were chosen by (docs/design/codecs.md).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.codecs_parts.choices import int4_groups, scale_precision, zstd_settings
 from benchmarks.codecs_parts.raw_disk import raw_disk
 from benchmarks.codecs_parts.speeds import speeds
 from benchmarks.common import harness
@@ -61,7 +63,9 @@ def main(options: harness.Options) -> harness.Outcome:
             axes.axhline(disk[f"raw_{name}_gbps"], color="grey", linestyle=style, label=f"raw disk, {name}")
         axes.legend(frameon=False, fontsize=8)
 
-    return harness.Outcome({**disk, "codecs": rows}, tables=[harness.Table(rows, tuple(rows[0]))], draw=draw)
+    choices = {"zstd": zstd_settings(), "scale_precision": scale_precision(), "int4_groups": int4_groups()}
+    tables = [harness.Table(each, tuple(each[-1])) for each in (rows, *choices.values())]
+    return harness.Outcome({**disk, "codecs": rows, **choices}, tables=tables, draw=draw)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,13 @@ def test_every_codec_is_measured_beside_the_disk(tmp_path: Path) -> None:
             assert row[f"{call}_gain"] == pytest.approx(gain, abs=0.01)
         most = {"lossless": 0.72, "int8": {16: 0.53, 64: 0.51}[tokens], "k8v4": {16: 0.41, 64: 0.39}[tokens]}
         assert row["size"] < most[name]
+    zstd = {row["zstd"]: row for row in result["zstd"]}
+    assert zstd["entropy"]["ratio"] > zstd["codec"]["ratio"] > zstd["level 1"]["ratio"]
+    errors = [row["keys_rms_error"] for row in result["scale_precision"] if row["tokens"] == 16]
+    assert errors == sorted(errors, reverse=True)
+    groups = result["int4_groups"]
+    assert [row["values_rms_error"] for row in groups] == sorted(row["values_rms_error"] for row in groups)
+    assert [row["size"] for row in groups] == sorted((row["size"] for row in groups), reverse=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -1,10 +1,10 @@
 """One tier shared by blocks of several sizes: what is evicted beyond need, and how full the tier stays.
 
-Stores and reads prompts whose blocks have several sizes, in the CPU tier and in the disk tier, through the real
-cache and its eviction. What is stored is drawn from a mixture that drifts: each size's share goes up and down.
-What is read is drawn at random, so a block's recency has nothing to do with its place. Every byte that is read
-is checked. Blocks on disk are sparse files, on a file system in memory where that has room: the device is not
-what is measured.
+Stores and reads prompts whose blocks have several sizes, in the CPU tier, in the disk tier, and in a disk tier
+whose codec makes another number of bytes of each block (coded), through the real cache and its eviction. What is
+stored is drawn from a mixture that drifts: each size's share goes up and down. What is read is drawn at random, so a
+block's recency has nothing to do with its place. Every byte that is read is checked. Blocks on disk are sparse files,
+on a file system in memory where that has room: the device is not what is measured.
 
 worst_excess_pages is the bytes that one operation evicted beyond the bytes it asked for, in pages, in the worst
 operation; it must be at most 1. utilisation is the share of the capacity that blocks have, the lowest after any
@@ -35,7 +35,7 @@ MIXTURES = {
     "five": Mixture((4 * _KIB, 64 * _KIB, 96 * _KIB, 512 * _KIB, 2 * _MIB), 768 * _MIB),
 }
 """Tiers of 100 to 256 pages each: pages are 64 KiB for the small sizes and 6 MiB for the others."""
-TIERS: tuple[TierName, ...] = ("cpu", "disk")
+TIERS: tuple[TierName, ...] = ("cpu", "disk", "coded")
 _MEMORY = Path("/dev/shm")
 
 

@@ -34,7 +34,7 @@ from benchmarks.checks.tenancy.house import House
 from benchmarks.common import harness
 from benchmarks.common.block_bytes import wrong_bytes
 from benchmarks.common.options import option, seed
-from benchmarks.load.world import NAMESPACES, Prompt, content, key_in_namespace
+from benchmarks.load.world import NAMESPACES, Prompt, content, key_in_namespace, right_bytes
 from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import (
@@ -398,11 +398,10 @@ class Lives:
             findings.note("failed", f"{where}: {violation}")
 
     async def _verify(self, prompt: Prompt) -> None:
-        expected = content(prompt)
-        got = np.zeros_like(expected)
+        got = np.zeros_like(content(prompt))
         nbytes = await (await self._cache(prompt)).load(prompt.tokens, got) * prompt.spec.block_bytes
         self._findings.verified_bytes += nbytes
-        if wrong := wrong_bytes(got[:nbytes], expected[:nbytes]):
+        if wrong := wrong_bytes(got[:nbytes], right_bytes(prompt, got[:nbytes])):
             self._findings.note("wrong_bytes", f"{prompt}: {wrong} of {nbytes}", wrong)
 
     # -- inside -----------------------------------------------------------------------------------------------------

@@ -42,7 +42,10 @@ class BlockBytes:
         """Returns the bytes of one part of one block."""
         nbytes = self.spec.parts[part].nbytes
         seed = blake2b(self.names[block], salt=part.to_bytes(2, "little"), digest_size=8).digest()
-        words = _pattern(-(-nbytes // 8)) ^ np.frombuffer(seed, np.uint64)
+        if self.spec.parts[part].shape is not None:  # bfloat16: another mantissa in each
+            words = _numbers(-(-nbytes // 8)) ^ (np.frombuffer(seed, np.uint64) & np.uint64(0x007F_007F_007F_007F))
+        else:
+            words = _pattern(-(-nbytes // 8)) ^ np.frombuffer(seed, np.uint64)
         return words.view(np.uint8)[:nbytes]
 
     def content(self, first_block: int = 0, parts: Sequence[int] | None = None) -> Bytes:
@@ -64,6 +67,13 @@ class BlockBytes:
 def wrong_bytes(got: Bytes, expected: Bytes) -> int:
     """Returns the number of bytes that differ."""
     return 0 if np.array_equal(got, expected) else int(np.count_nonzero(got != expected))
+
+
+@cache
+def _numbers(words: int) -> npt.NDArray[np.uint64]:
+    """Four bfloat16 a word, of a normal distribution, as keys and values are."""
+    drawn = np.random.default_rng(0).standard_normal(4 * words, np.float32)
+    return (drawn.view(np.uint32) >> 16).astype(np.uint16).view(np.uint64)
 
 
 @cache

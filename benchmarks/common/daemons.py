@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from benchmarks.common import harness
 from prefixd import cache
+from prefixd.base.tenancy.tenants import DEFAULT
 from prefixd.client import Client, NamespaceSpec
+from prefixd.server.namespace_messages import namespace_spec
 from prefixd.v1 import admin_pb2
 
 START_S = 120.0
@@ -12,9 +14,8 @@ START_S = 120.0
 
 
 def as_the_daemon_has_it(spec: NamespaceSpec) -> cache.NamespaceSpec:
-    """Returns the daemon's form of a namespace, for the default tenant. Leaves out rules: no harness here uses them."""
-    parts = tuple(cache.PartSpec(part.group, part.rank, part.nbytes) for part in spec.parts)
-    return cache.NamespaceSpec(spec.name, spec.block_tokens, parts, spec.salt, spec.dtype, spec.layout)
+    """Returns the daemon's form of a namespace, for the default tenant."""
+    return namespace_spec(spec.to_proto(), DEFAULT, spec.salt)
 
 
 def violations_of(client: Client) -> list[str]:

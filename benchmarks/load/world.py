@@ -9,14 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.common.block_bytes import BlockBytes, Bytes, Tokens, wrong_bytes
-from prefixd.client import Client, NamespaceSpec, PartSpec
+from benchmarks.common.harness import BenchmarkError
+from prefixd.base.codec_names import LOSSY
+from prefixd.client import Client, NamespaceSpec, PartShape, PartSpec
 
+SHAPE = PartShape("bfloat16", 4, 16, 2, 128, ("layer", "kv", "token", "head", "channel"))
+SHAPE_BYTES = 64 << 10
 NAMESPACES = (
     NamespaceSpec("load", 16, (PartSpec("full", 0, 32 << 10),), salt=b"one"),
     NamespaceSpec("load", 16, (PartSpec("full", 0, 32 << 10),), salt=b"two"),
     # Two parts; the size of one is no multiple of any alignment.
     NamespaceSpec("load-parts", 8, (PartSpec("full", 0, 20 << 10), PartSpec("window", 0, 5999))),
     NamespaceSpec("load-large", 4, (PartSpec("full", 0, 160 << 10),)),
+    # Keys and values, of which the disk tier stores fewer bytes.
+    NamespaceSpec("load-coded", 16, (PartSpec("full", 0, SHAPE_BYTES, shape=SHAPE),), codec="lossless"),
+    NamespaceSpec("load-altered", 16, (PartSpec("full", 0, SHAPE_BYTES, shape=SHAPE),), codec="int8"),
 )
 BRIEF_SALTS = 4
 FAMILIES = 6
@@ -78,6 +85,23 @@ def content(prompt: Prompt, first_block: int = 0, parts: Sequence[int] | None = 
     return BlockBytes(prompt.spec, prompt.tokens).content(first_block, parts)
 
 
+def right_bytes(prompt: Prompt, got: Bytes) -> Bytes:
+    """The right bytes of the prompt's first blocks, as many as `got` has, all parts of each.
+
+    In a namespace with a lossy codec a block is right as it was stored, and as the codec gives it back: then that is
+    what it has to be, to the bit.
+    """
+    nbytes = prompt.spec.block_bytes
+    right = content(prompt)[: len(got)]
+    if prompt.spec.codec in LOSSY:
+        right = right.copy()
+        for start in range(0, len(right), nbytes):
+            block = slice(start, start + nbytes)
+            if not np.array_equal(got[block], right[block]):
+                right[block] = _altered(prompt, start // nbytes)
+    return right
+
+
 def store_prompt(client: Client, prompt: Prompt, *, durable: bool = False) -> int:
     """Stores the whole blocks of a prompt; returns the number of new ones."""
     return client.register(prompt.spec).store(prompt.whole, content(prompt), durable=durable).committed
@@ -85,10 +109,10 @@ def store_prompt(client: Client, prompt: Prompt, *, durable: bool = False) -> in
 
 def read_prompt(client: Client, prompt: Prompt) -> tuple[int, list[int]]:
     """Returns the number of blocks that were served, and the indexes of those with a wrong byte."""
-    expected = content(prompt)
-    got = np.zeros_like(expected)
+    got = np.zeros_like(content(prompt))
     there = client.register(prompt.spec).load(prompt.tokens, got)
     size = prompt.spec.block_bytes
+    expected = right_bytes(prompt, got)
     return there, [at for at in range(there) if wrong_bytes(got[at * size :][:size], expected[at * size :][:size])]
 
 
@@ -106,6 +130,23 @@ def key_in_namespace(namespace_id: bytes, prompt: Prompt, block: int) -> str:
 
     seed = int.from_bytes(namespace_id, "little")
     return BlockChain(prompt.tokens.tobytes(), prompt.spec.block_tokens, seed).key(block).hex()
+
+
+@functools.lru_cache(256)
+def _altered(prompt: Prompt, block: int) -> Bytes:
+    """A block as the codec of its namespace gives it back."""
+    from prefixd_swap.codecs.coding import Coded, Coding, code, decode_object
+    from prefixd_swap.codecs.part_shape import PartShape as StoredShape
+    from prefixd_swap.codecs.registry import find_codec
+
+    shape = StoredShape(SHAPE.dtype, SHAPE.layers, SHAPE.tokens, SHAPE.heads, SHAPE.channels, SHAPE.order)
+    exact = content(prompt)[block * prompt.spec.block_bytes :][: prompt.spec.block_bytes]
+    coded = code(exact, Coding(find_codec(prompt.spec.codec), shape))
+    if not isinstance(coded, Coded):
+        raise BenchmarkError(f"block {block} of {prompt} is not stored by its codec: {coded}")
+    altered = np.empty_like(exact)
+    decode_object(coded.data, altered)
+    return altered
 
 
 @functools.lru_cache(1024)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from prefixd.cache.disk.namespace_codings import TierCodec
 
 from benchmarks.common import harness
 from benchmarks.storage.sparse_files import SparseFiles
@@ -21,10 +22,12 @@ from prefixd.cache.index.trie import DISK
 from prefixd.cache.options import CacheOptions
 from prefixd_swap import CpuArena, SlabStore, create_copy_engine, create_eviction_policy
 
-TierName = Literal["cpu", "disk"]
+TierName = Literal["cpu", "disk", "coded"]
+"""coded: the disk tier, with a lossless codec."""
 
 BLOCK_TOKENS = 4
-_STAMP_BYTES = 1024  # the rest of a block is zeros
+_STAMP_BYTES = 1024
+_NOISE = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
 _MOST_BLOCKS = 8  # of a prompt
 _READS = 0.5  # of the operations
 _TURNS = 3.0  # of the mixture, in a run
@@ -108,7 +111,7 @@ class MixedTier:
         tokens = np.arange(self._number, self._number + blocks, dtype="<u4").repeat(BLOCK_TOKENS)
         self._number += blocks
         chain = self._cache.chain(namespace, tokens.tobytes())
-        durable = self.figures.tier == "disk"
+        durable = self.figures.tier != "cpu"
         before = self._used()
         try:
             reservation = await self._cache.reserve(self._session, namespace, chain)
@@ -129,8 +132,9 @@ class MixedTier:
         if durable:
             trie = self._cache.trie(namespace)
             rows = trie.usable(trie.nodes(namespace.root, chain))
-            there = sum(trie.has(row, DISK) for row in rows.tolist())
-            self._count_evicted(before, slots * size, there * size)
+            there = rows[trie.there[rows, DISK] != 0]
+            stored = int(trie.stored_slots_bytes(there).sum())
+            self._count_evicted(before, stored + (slots - len(there)) * size, stored)
         self.figures.stored_blocks += slots
         self._prompts.append((size, chain))
         if len(self._prompts) > self._most_prompts:
@@ -151,9 +155,8 @@ class MixedTier:
         first = int.from_bytes(chain.block(0)[:4], "little")
         for block, offset in enumerate(offsets):
             found = self._cache.tiers.arena.array(offset, size)
-            stamp = min(_STAMP_BYTES, size)
-            self.figures.wrong_bytes += int(np.count_nonzero(found[:stamp] != _content(first + block, size)))
-            self.figures.wrong_bytes += int(np.count_nonzero(found[stamp:]))
+            for start, right in _content(first + block, size):
+                self.figures.wrong_bytes += int(np.count_nonzero(found[start : start + len(right)] != right))
         self.figures.hit_blocks += len(offsets)
         self._cache.release(self._session, lease.id)
 
@@ -161,9 +164,8 @@ class MixedTier:
         first = int.from_bytes(reservation.chain.block(0)[:4], "little") + reservation.first_block
         for block, (offset,) in enumerate(reservation.slots):
             memory = self._cache.tiers.arena.array(offset, size)
-            stamp = _content(first + block, size)
-            memory[: len(stamp)] = stamp
-            memory[len(stamp) :] = 0
+            for start, right in _content(first + block, size):
+                memory[start : start + len(right)] = right
 
     def _count_evicted(self, before: int, asked: int, stored: int) -> None:
         """Count what was evicted by an operation that asked for room; all three in bytes."""
@@ -193,11 +195,10 @@ async def mixed_tier(
     small = 4 * _MOST_BLOCKS * sum(mixture.sizes)
     arena = CpuArena(mixture.capacity_bytes if tier == "cpu" else min(small, mixture.capacity_bytes))
     store = None
-    if tier == "disk":
+    if tier != "cpu":
         store = SlabStore.open(folder / "store", mixture.capacity_bytes, io="buffered", ops=SparseFiles())
-    cache = TieredCache(
-        Tiers.local(arena, store), engine, create_eviction_policy("lru", seed), clock, CacheOptions(write_back=False)
-    )
+    options = CacheOptions(write_back=False, disk_codec=TierCodec("lossless" if tier == "coded" else "exact"))
+    cache = TieredCache(Tiers.local(arena, store), engine, create_eviction_policy("lru", seed), clock, options)
     try:
         yield MixedTier(cache, tier, mixture, operations, seed)
         await cache.mover.quiesce()
@@ -227,8 +228,21 @@ def _spec(size: int) -> NamespaceSpec:
     return NamespaceSpec(f"benchmark-mixed-{size}", BLOCK_TOKENS, (PartSpec("full", 0, size),))
 
 
-def _content(number: int, size: int) -> npt.NDArray[np.uint8]:
-    """The beginning of the block with this number: no byte is what another block has at this place by chance alone."""
+def _content(number: int, size: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """The pieces of the block with this number, and where they begin.
+
+    In the first one, no byte is what another block has at this place by chance alone. Then comes noise, and zeros, of
+    which a codec makes nearly nothing: each block has another share of them.
+    """
+    stamp = _stamp(number, size)
+    noise = (size - len(stamp)) * (number * 7919 % 97) // 96
+    start = number * 4099 % (len(_NOISE) - noise)
+    yield 0, stamp
+    yield len(stamp), _NOISE[start : start + noise]
+    yield len(stamp) + noise, np.zeros(size - len(stamp) - noise, np.uint8)
+
+
+def _stamp(number: int, size: int) -> npt.NDArray[np.uint8]:
     words = np.arange(min(_STAMP_BYTES, size) // 8, dtype=np.uint64)
     mixed = (words + np.uint64(number * 1_000_003 + size)) * np.uint64(0x9E3779B97F4A7C15)
     return mixed.view(np.uint8)

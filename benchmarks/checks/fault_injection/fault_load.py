@@ -21,7 +21,7 @@ from typing import Any, Literal, Self, TextIO
 import numpy as np
 
 from benchmarks.common.block_bytes import wrong_bytes
-from benchmarks.load.world import NAMESPACES, Prompt, content
+from benchmarks.load.world import NAMESPACES, Prompt, content, right_bytes
 from prefixd.client import Cache, Client, ClientError
 
 Kind = Literal["store", "durable", "load", "match"]
@@ -52,11 +52,10 @@ class Outcome:
 
 def load(cache: Cache, prompt: Prompt) -> tuple[int, int]:
     """Loads a prompt and compares: blocks that came, and bytes of them that are wrong. Raises `ClientError`."""
-    expected = content(prompt)
-    got = np.zeros_like(expected)
+    got = np.zeros_like(content(prompt))
     blocks = cache.load(prompt.tokens, got)
-    nbytes = blocks * prompt.spec.block_bytes
-    return blocks, wrong_bytes(got[:nbytes], expected[:nbytes])
+    read = got[: blocks * prompt.spec.block_bytes]
+    return blocks, wrong_bytes(read, right_bytes(prompt, read))
 
 
 class FaultLoad:

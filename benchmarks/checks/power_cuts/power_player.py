@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from benchmarks.checks.power_cuts.power_cut import PAGE_BYTES, PowerCutOps
 from benchmarks.checks.power_cuts.power_steps import (
@@ -25,6 +26,7 @@ from benchmarks.checks.power_cuts.power_steps import (
     Step,
 )
 from prefixd_swap import NewBlock, Span
+from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.slab.store import SlabStore
 
 _NAMESPACE = b"namespac"
@@ -201,13 +203,13 @@ class Player:
                 parts = tuple(_content(step.fill, key, part, size) for part, size in enumerate(sizes))
                 wanted[key] = Block(above, parts)
         touched |= set(wanted) | {block.parent for block in wanted.values() if block.parent is not None}
-        return lambda: self._put(store, wanted, step.tokens)
+        return lambda: self._put(store, wanted, step.tokens, step.coded)
 
     def _remove(self, store: SlabStore, keys: Sequence[int]) -> Change:
         store.remove([(_NAMESPACE, _key(key)) for key in keys])
         return dict.fromkeys(keys)
 
-    def _put(self, store: SlabStore, wanted: dict[int, Block], tokens: int) -> Change:
+    def _put(self, store: SlabStore, wanted: dict[int, Block], tokens: int, coded: bool) -> Change:
         new = [
             NewBlock(
                 _NAMESPACE,
@@ -215,18 +217,21 @@ class Player:
                 b"" if block.parent is None else _key(block.parent),
                 b"tok%d" % (key % 10) * tokens,
                 key,
-                [self._span(part) for part in block.parts],
+                [self._part(part, coded and not at) for at, part in enumerate(block.parts)],
+                errors=(0.5, 0.25) if coded else None,
             )
             for key, block in wanted.items()
         ]
         records = store.write(new)
         return {key: block for (key, block), record in zip(wanted.items(), records, strict=True) if record is not None}
 
-    def _span(self, content: bytes | None) -> Span | None:
+    def _part(self, content: bytes | None, coded: bool) -> Span | CodedPart | None:
         if content is None:
             return None
         array = np.frombuffer(bytearray(content), np.uint8)
         self._alive.append(array)
+        if coded:
+            return CodedPart(array, xxhash.xxh3_64_intdigest(content))
         return Span(int(array.ctypes.data), len(content))
 
 

@@ -26,6 +26,8 @@ class Put:
     fill: int
     tokens: int = 1
     """Token ids of each block."""
+    coded: bool = False
+    """The first part is what a codec has made, and the block says how far it is from the exact bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def _draw_call(rng: random.Random, fills: Iterator[int]) -> Put | Remove:
         sizes[1] = 0
     keys = sorted(rng.sample(range(KEYS), rng.randint(1, 4)))
     blocks = tuple((key, rng.choice([None, *range(key)]), tuple(sizes)) for key in keys)
-    return Put(blocks, next(fills), rng.choice([1, 1, 1, _LONG]))
+    return Put(blocks, next(fills), rng.choice([1, 1, 1, _LONG]), rng.random() < 0.4)
 
 
 def smaller(lives: Sequence[Life]) -> Iterator[tuple[Life, ...]]:
@@ -158,6 +160,8 @@ def _less(step: Step) -> Iterator[tuple[Step, ...]]:
             yield from ((replace(step, others=(other,)),) for other in step.others)
     if isinstance(step, Put) and len(step.blocks) > 1:
         yield from ((replace(step, blocks=(block,)),) for block in step.blocks)
+    if isinstance(step, Put) and step.coded:
+        yield (replace(step, coded=False),)
     if isinstance(step, Put) and step.tokens > 1:
         yield (replace(step, tokens=1),)
     if isinstance(step, Remove | Pin) and len(step.keys) > 1:

@@ -23,7 +23,7 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.placement.tenant_use import Holders
 from prefixd.cache.rules import GroupMask
-from prefixd_swap.slots import coded_slots_bytes
+from prefixd_swap.slots import round_to_slots
 from prefixd_swap.tiers import Account, MemoryTier, Tier
 
 
@@ -71,7 +71,7 @@ def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None
             rows = np.flatnonzero(namespaces != NOWHERE)
             sizes = np.broadcast_to(part_bytes, (len(rows), len(part_bytes)))
             if len(coded_bytes):
-                sizes = np.where(coded_bytes[rows] > 0, coded_slots_bytes(coded_bytes[rows]), sizes)
+                sizes = np.where(coded_bytes[rows] > 0, round_to_slots(coded_bytes[rows]), sizes)
             np.add.at(nbytes, owner_of(namespaces[rows]), np.where(slots[rows] != NO_SLOT, sizes, 0).sum(axis=1))
         for ordinal in np.flatnonzero(nbytes != counted).tolist():
             name = use.tenants.at(ordinal).name

@@ -27,7 +27,7 @@ from prefixd_swap.codecs.coding import Coded, Coding, code
 from prefixd_swap.sealing.rest_keys import RestKey
 from prefixd_swap.sealing.sealed_objects import part_identity, seal
 from prefixd_swap.slab.index.block_record import Errors
-from prefixd_swap.slots import PAGE_BYTES, coded_slot_bytes, round_to_slot
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ def _code(job: _Job) -> _Outcome:
         return _Outcome(job, made, "altered_in_memory")
     coded = None if job.coding is None else code(data, job.coding)
     refused = coded.value if isinstance(coded, Refused) else ""
-    if isinstance(coded, Coded) and coded_slot_bytes(coded.data.nbytes) >= round_to_slot(data.nbytes):
+    if isinstance(coded, Coded) and round_to_slot(coded.data.nbytes) >= round_to_slot(data.nbytes):
         refused = Refused.NOT_FEWER.value  # in whole pages: then the exact bytes are the better ones
     if not isinstance(coded, Coded) or refused:
         return _Outcome(job, None if job.key is None else _encrypt(job, job.key, data, checksum), refused)

@@ -97,7 +97,14 @@ class DiskRecords:
                     parts[part], taken[part] = made.stored, made.checksum
                     most = larger_errors(most, made.errors)
             key = self.key(trie, int(rows[at]))
-            blocks.append(NewBlock(*name, parent, tokens, depth, parts, taken, errors=most, encryption=key))
+            blocks.append(
+                NewBlock(
+                    *(*name, parent, tokens, depth, parts, taken),
+                    errors=most,
+                    encryption=key,
+                    mixed=bool(coded),
+                )
+            )
         return blocks
 
     def _on_disk(self, trie: Trie, rows: Rows) -> list[list[DiskPart | None]]:

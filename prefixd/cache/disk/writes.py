@@ -26,7 +26,7 @@ from prefixd.cache.rules import GroupMask
 from prefixd.observability.measurements import Timings
 from prefixd_swap import DiskFullError, StorageError, SwapError, TransferDroppedError
 from prefixd_swap.slab.index.block_record import Errors
-from prefixd_swap.slots import coded_slot_bytes
+from prefixd_swap.slots import round_to_slot
 from prefixd_swap.tiers import MemoryTier, StoreTier
 from prefixd_swap.transfers import PIECE_BYTES, piece_items
 
@@ -240,7 +240,9 @@ class DiskWrites:
             own = not len(left)
             with self._placement.holds.hold("eviction", trie, family, store):
                 sizes, want = self._room_for(how, beyond if own else left, coded)
-                if not await self.make_room(store, sizes, want, how.movement, tenant, ahead=how.ahead, own=own):
+                if not await self.make_room(
+                    store, sizes, want, how.movement, tenant, ahead=how.ahead, own=own, mixed=bool(coded)
+                ):
                     break
             await give_way()
             some, beyond = self._within_most(how, np.concatenate([left, beyond]), coded, tenant)
@@ -248,13 +250,13 @@ class DiskWrites:
         return np.concatenate([left, beyond])
 
     def _room_for(self, how: Write, rows: Rows, coded: CodedBlocks) -> tuple[Sequence[int], int]:
-        """The sizes of parts, and how many blocks with them, for which room is to be made."""
+        """The sizes of parts, and how many blocks with them, for which room is to be made: where some are coded, the
+        average of all parts, and their number."""
         if not coded:
             return how.trie.part_bytes, len(rows)
         sizes = self._slots_bytes(how, rows, coded)
-        if (sizes == sizes[0]).all():
-            return [nbytes for nbytes in sizes[0].tolist() if nbytes], len(rows)
-        return sizes[sizes > 0].tolist(), 1
+        parts = int(np.count_nonzero(sizes))
+        return [round_to_slot(-(-int(sizes.sum()) // parts))], parts
 
     def _slots_bytes(self, how: Write, rows: Rows, coded: CodedBlocks) -> npt.NDArray[np.int64]:
         """[len(rows), parts]: bytes of the slots that parts to be written take; 0 for others."""
@@ -264,7 +266,7 @@ class DiskWrites:
         for at, row in enumerate(rows.tolist()) if coded else ():
             for part in np.flatnonzero(sizes[at]).tolist():
                 if (made := coded.get((row, part))) is not None:
-                    sizes[at, part] = coded_slot_bytes(made.stored.nbytes)
+                    sizes[at, part] = round_to_slot(made.stored.nbytes)
         return sizes
 
     def _within_most(self, how: Write, batch: Rows, coded: CodedBlocks, tenant: Tenant) -> tuple[Rows, Rows]:

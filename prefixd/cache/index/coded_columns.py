@@ -18,7 +18,7 @@ from prefixd.cache.index.keys.key_index import Rows
 from prefixd.cache.index.priorities import PriorityColumns
 from prefixd.cache.index.trie_table import DISK, NO_SLOT
 from prefixd.cache.rules import GroupMask, GroupRule
-from prefixd_swap.slots import coded_slots_bytes, round_to_slot
+from prefixd_swap.slots import round_to_slot, round_to_slots
 
 UInt64s = npt.NDArray[np.uint64]
 UInt32s = npt.NDArray[np.uint32]
@@ -81,7 +81,7 @@ class CodedColumns(PriorityColumns):
         if not self.has_coded:
             return np.broadcast_to(raw, (len(rows), len(raw)))
         coded = self.coded_bytes[rows]
-        return np.where(coded > 0, coded_slots_bytes(coded), raw)
+        return np.where(coded > 0, round_to_slots(coded), raw)
 
     def _forget_coded(self, rows: Rows, gone: Bools) -> None:
         """Forgets parts, [m, parts], that have left the disk."""

@@ -72,6 +72,7 @@ class _RoomRequest:
     want: int
     ahead: bool
     own: bool
+    mixed: bool
     limits: Sequence[Limits]
     """What tenants may lose, tried in this order until one has a victim."""
 
@@ -128,6 +129,7 @@ class Room:
         *,
         ahead: bool = False,
         own: bool = False,
+        mixed: bool = False,
     ) -> bool:
         """Makes room in `tier` for up to `want` blocks with parts of `sizes` bytes.
 
@@ -139,12 +141,13 @@ class Room:
             tenant: the owner of these blocks; None: no tenant in particular.
             ahead: do not evict copies of blocks that are in a tier above as well; see `Claim`.
             own: the tenant is at its limit: only its own blocks leave.
+            mixed: the room is in pages with slots of any sizes; `sizes` are what they have on average.
 
         Returns:
             Whether blocks left, for this caller or another one; False if none may leave.
         """
         with because(Reason.QUOTA if own else Reason.ROOM, "" if tenant is None else tenant.name):
-            return await self._make(tier, sizes, want, movement, tenant, ahead=ahead, own=own)
+            return await self._make(tier, sizes, want, movement, tenant, ahead=ahead, own=own, mixed=mixed)
 
     async def _make(
         self,
@@ -156,6 +159,7 @@ class Room:
         *,
         ahead: bool,
         own: bool,
+        mixed: bool,
     ) -> bool:
         needed: Callable[[], int] | None = None
         if own and tenant is not None:
@@ -172,7 +176,7 @@ class Room:
             spare = self._use.losses(None, tier)
             if spare is not None and (spare.left > 0).any():
                 limits.insert(0, lambda: self._use.losses(None, tier))
-        request = _RoomRequest(tier, sizes, want, ahead, own, limits)
+        request = _RoomRequest(tier, sizes, want, ahead, own, mixed, limits)
         releases = self._releases[tier]
         freed: int | None = await self._expire(request, movement, likely=False)
         if not freed and (below := self._tiers.below(tier)) is not None:
@@ -297,15 +301,16 @@ class Room:
         self, limits: Limits, request: _RoomRequest, *, demotable: bool
     ) -> tuple[list[tuple[Trie, Rows]], bool]:
         tier, want = request.tier, request.want
-        choose, level = tier.choose_victims, tier.level
+        choose, level = tier.choose_mixed if request.mixed else tier.choose_victims, tier.level
         search = Search(level, self._policy, demotable, request.ahead, self._placement.clock())
-        by_pages = tier.evicts_pages_alone or has_other_sizes(self._tries, level, request.sizes)
+        by_pages = tier.evicts_pages_alone or request.mixed or has_other_sizes(self._tries, level, request.sizes)
         if choose is None or request.own or not by_pages:
             if choose is None and not request.own:
                 want = _blocks_with_as_many_slots(self._tries, level, want * len(request.sizes))
             return await find_victims(self._tries, search, want, limits=limits), False
+        later = None if request.mixed else tier.choose_victims_later
         found = await find_page_victims(
-            self._tries, search, request.sizes, want, choose, for_thread=tier.choose_victims_later, limits=limits
+            self._tries, search, request.sizes, want, choose, for_thread=later, limits=limits
         )
         return found, True
 

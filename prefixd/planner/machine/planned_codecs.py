@@ -15,7 +15,7 @@ from prefixd.planner.simulation.link import SimulatedCoding
 from prefixd.settings.inference import WorkerSettings
 from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.group_shape import ELEMENT_BYTES
-from prefixd_swap.slots import coded_slot_bytes
+from prefixd_swap.slots import round_to_slot
 
 _THREAD_SPEEDS = {"lossless": (0.5e9, 1.8e9), "int8": (1.0e9, 3.5e9), "k8v4": (1.0e9, 2.7e9)}
 """Exact bytes a second that a thread encodes and decodes: `measure_codec` on one core of a Xeon of 2023."""
@@ -95,7 +95,7 @@ def plan_codec(
     for group in model.groups:
         shape = PartShape(dtype, group.layers, block_tokens, group.kv_heads, group.head_dim, AXES)
         exact += shape.nbytes
-        stored += coded_slot_bytes(stored_bytes(name, shape))
+        stored += round_to_slot(stored_bytes(name, shape))
     speed = None if measured is None else measured.codec_speed(name)
     if measured is None or speed is None:
         encode, decode = _THREAD_SPEEDS[name]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from prefixd_swap.errors import MemoryMisuseError
-from prefixd_swap.pages.page_table import IRREGULAR, Int64s, PageTable
+from prefixd_swap.pages.page_table import IRREGULAR, Bools, Int64s, PageTable
 
 
-def claim_slots(table: PageTable, offsets: Int64s, sizes: Int64s) -> None:
+def claim_slots(table: PageTable, offsets: Int64s, sizes: Int64s, mixed: Bools) -> None:
     """Take slots in a table without taken slots. The caller calls `cut` for their sizes before, and again after.
 
     Slots may lie across pages, and pages may have slots of several sizes. Such a page becomes irregular.
@@ -17,25 +17,26 @@ def claim_slots(table: PageTable, offsets: Int64s, sizes: Int64s) -> None:
         table: the pages.
         offsets: int64 [n], in any order, n > 0.
         sizes: int64 [n], bytes, multiples of 4096.
+        mixed: bool [n], which lie in pages with slots of any sizes, whatever their own.
 
     Raises:
         MemoryMisuseError: slots overlap, or reach outside a range; nothing has changed.
     """
     order = np.argsort(offsets, kind="stable")
-    offsets, sizes = offsets[order], sizes[order]
+    offsets, sizes, mixed = offsets[order], sizes[order], mixed[order]
     first, last = table.units_of(offsets), table.units_of(offsets + sizes - 1)
     if (wrong := np.flatnonzero(offsets[1:] < offsets[:-1] + sizes[:-1])).size:
         raise MemoryMisuseError(f"two slots have the bytes at offset {offsets[wrong[0] + 1]}; claim each byte once")
     at = np.searchsorted(table.starts, offsets, "right")
     if (outside := np.flatnonzero(at != np.searchsorted(table.starts, offsets + sizes - 1, "right"))).size:
         raise MemoryMisuseError(f"the slot at offset {offsets[outside[0]]} reaches outside its range")
-    head, tail = _pages_around(table, offsets, sizes, first, last)
+    head, tail = _pages_around(table, offsets, sizes, mixed, first, last)
     begins = np.flatnonzero(np.diff(head, prepend=-1))
     page, end = head[begins], np.maximum.reduceat(tail, begins)
     counts = np.diff(begins, append=len(head))
     size = sizes[begins]
     inside = offsets - np.repeat(table.address[page], counts)
-    fits = (sizes == np.repeat(size, counts)) & (inside % sizes == 0)
+    fits = (sizes == np.repeat(size, counts)) & (inside % sizes == 0) & ~mixed
     regular = np.logical_and.reduceat(fits, begins)
     length = table.end[end] - table.address[page]
     table.slot[page] = np.where(regular, size, IRREGULAR)
@@ -60,7 +61,7 @@ def claim_slots(table: PageTable, offsets: Int64s, sizes: Int64s) -> None:
 
 
 def _pages_around(
-    table: PageTable, offsets: Int64s, sizes: Int64s, first: Int64s, last: Int64s
+    table: PageTable, offsets: Int64s, sizes: Int64s, mixed: Bools, first: Int64s, last: Int64s
 ) -> tuple[Int64s, Int64s]:
     """First and last unit of the page of each claimed slot; all ascending by offset.
 
@@ -72,7 +73,7 @@ def _pages_around(
     counts = np.diff(begins, append=len(group))
     size = np.repeat(sizes[begins], counts)
     inside = offsets - table.address[group]
-    fits = (sizes == size) & (inside % size == 0)
+    fits = (sizes == size) & (inside % size == 0) & ~mixed
     across = table.group[last] != group
     whole = np.logical_and.reduceat(fits & ~across, begins)
     # A slot that reaches into the next group makes that one irregular too.

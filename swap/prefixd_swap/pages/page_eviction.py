@@ -57,6 +57,7 @@ def choose_victims(
     allow: Allow | None = None,
     *,
     pages_alone: bool = False,
+    sparse_first: bool | None = None,
 ) -> Victims:
     """Choose among the slots at `offsets`, so that `count` more slots for `nbytes` bytes each become free.
 
@@ -78,6 +79,7 @@ def choose_victims(
         evictable: bool [n], the slots that may be evicted; all by default.
         allow: see `Allow`.
         pages_alone: choose whole pages alone, of the wanted size, too (Jenga's step 3).
+        sparse_first: evict pages at most half full first, as above; by default unless `pages_alone`.
 
     Raises:
         MemoryMisuseError: `nbytes` is not positive, or an offset is in no range.
@@ -91,7 +93,8 @@ def choose_victims(
     singles = np.flatnonzero(((now.slot_bytes == slot) & now.is_open & (not pages_alone))[page])
     if len(singles) > count and allow is None:
         singles = singles[np.argpartition(worth[singles], count - 1)[:count]]
-    whole = _Whole(pages, now, slot, page, worth, pages_alone)
+    sparse_first = not pages_alone if sparse_first is None else sparse_first
+    whole = _Whole(pages, now, slot, page, worth, pages_alone, sparse_first)
     worths = np.concatenate([worth[singles], whole.worth])
     gains = np.concatenate([np.ones(len(singles), np.int64), whole.gain])
     first = np.concatenate([np.ones(len(singles), np.bool_), ~whole.sparse])
@@ -137,10 +140,17 @@ class _Whole:
     """m pages, and groups of short adjacent pages, that can be evicted whole."""
 
     def __init__(
-        self, pages: PageAllocator, now: Pages, slot: int, page: Int64s, worth: Worths, pages_alone: bool
+        self,
+        pages: PageAllocator,
+        now: Pages,
+        slot: int,
+        page: Int64s,
+        worth: Worths,
+        pages_alone: bool,
+        sparse_first: bool,
     ) -> None:
         """`now`: the pages of `pages`; `page` and `worth`: of the evictable slots. pages_alone: of the size `slot`
-        too, and none first for being half full."""
+        too. sparse_first: those at most half full come first."""
         may = np.bincount(page, minlength=len(now)) == now.used_slots
         top = np.full(len(now), -np.inf)
         np.maximum.at(top, page, worth)
@@ -159,7 +169,7 @@ class _Whole:
         self.sparse = np.zeros(len(self._first), np.bool_)
         """[m] whether it is at most half full and evicted first."""
         stranded = int((now.nbytes - now.used_bytes)[other].sum())
-        if stranded > 2 * pages.capacity_bytes // SHARE and not pages_alone:
+        if stranded > 2 * pages.capacity_bytes // SHARE and sparse_first:
             self.sparse[: self._alone] = 2 * now.used_bytes[alone] <= now.nbytes[alone]
 
     def members(self, number: int) -> Int64s:

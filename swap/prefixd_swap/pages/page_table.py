@@ -29,7 +29,7 @@ Bools = npt.NDArray[np.bool_]
 
 EMPTY = 0
 IRREGULAR = -1
-"""A page with slots of several sizes, or with gaps, as after a restart: no slot of it is allocated."""
+"""A page with slots of several sizes, or with gaps: a mixed page (`mixed_pages`), or one that a restart has found."""
 
 _COLUMNS = ("address", "end", "group", "open", "head", "length", "slot", "count", "used")
 

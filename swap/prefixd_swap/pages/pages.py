@@ -21,6 +21,8 @@ stretch of the grid that has old pages is mixed; its free runs of units are shor
 3. any free slot of the size;
 4. an empty page.
 
+Slots of encoded parts, each of another size, are allocated by `allocate_mixed`, in pages of their own (`mixed_pages`).
+
 Nothing is evicted here. When `allocate` returns None, the caller evicts the slots that `page_eviction.choose_victims`
 chooses (whole pages, Jenga's step 3, or single slots of the same size, its step 5), frees them, and allocates again.
 Any free slot comes before an eviction: in Jenga's order, each prefix would evict a page for itself while pages of other
@@ -36,16 +38,29 @@ from typing import Any
 import numpy as np
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
+from prefixd_swap.pages.mixed_pages import MixedPages
 from prefixd_swap.pages.page_claims import claim_slots
 from prefixd_swap.pages.page_lists import PageLists
 from prefixd_swap.pages.page_order import PageOrder
 from prefixd_swap.pages.page_size import SHARE, choose_page_bytes, unit_bytes
-from prefixd_swap.pages.page_table import EMPTY, IRREGULAR, Int64s, Pages, PageTable, no_slot, not_taken
+from prefixd_swap.pages.page_table import (
+    EMPTY,
+    IRREGULAR,
+    Bools,
+    Int64s,
+    Pages,
+    PageTable,
+    no_slot,
+    not_taken,
+)
 from prefixd_swap.slots import round_to_slot
 
 _SPREAD_SHARE = 128
 _FEW = 16
 """Up to this number, freeing slots one by one is faster than freeing them as arrays."""
+_MIXED_SLOTS, _FEW_MIXED_SLOTS = 16, 4
+"""Slots that a mixed page should have: as many, or in a small tier a few, of which each is a large part."""
+_SMALL_SHARE = 16
 _MAX_SIZES = 64
 """At this number of sizes, sizes without a page are forgotten."""
 
@@ -66,6 +81,7 @@ class PageAllocator:
         shift = unit_bytes(capacity_bytes).bit_length() - 1
         self._table = PageTable(shift, choose_page_bytes((), capacity_bytes))
         self._lists = PageLists()
+        self._mixed = MixedPages()
 
     @property
     def page_bytes(self) -> int:
@@ -136,6 +152,34 @@ class PageAllocator:
         self._count_taken(page, slot, 1)
         return self._table.one.address[page] + index * slot
 
+    def allocate_mixed(self, nbytes: int, near: int | None = None, lane: int | None = None) -> int | None:
+        """Take a slot in a page with slots of any sizes and return its offset; None when there is no room.
+
+        Args:
+            nbytes: rounded up to 4096.
+            near: offset of another slot of the same prefix; ignored if it is in no range any more.
+            lane: as for `allocate`.
+
+        Raises:
+            MemoryMisuseError: `nbytes` is not positive.
+        """
+        slot, table = round_to_slot(nbytes), self._table
+        page = self._mixed.choose(table, slot, None if near is None else table.find(near), lane)
+        if page is None:
+            page = self._open_mixed(slot, lane)
+        if page is None and lane is not None:
+            page = self._mixed.choose(table, slot, None, None)
+        if page is None:
+            return None
+        offset, taken, one = self._mixed.take(table, page, slot), table.taken[page], table.one
+        if not isinstance(taken, dict):
+            raise IntegrityError(f"page {page} is listed as a mixed one and is none")
+        taken[offset] = slot
+        one.count[page] += 1
+        one.used[page] += 1
+        self.used_bytes += slot
+        return offset
+
     def allocate_many(self, nbytes: int, count: int, near: int | None = None) -> Int64s | None:
         """Take `count` slots as `allocate` does, adjacent where possible, and return their offsets [count].
 
@@ -180,6 +224,7 @@ class PageAllocator:
         page, index = self._table.taken_at(offset)
         taken: Any = self._table.taken[page]
         if isinstance(taken, dict):
+            self._mixed.give(page, offset, taken[offset])
             self._count_freed(page, taken.pop(offset))
         else:
             taken[index] = 0
@@ -233,7 +278,7 @@ class PageAllocator:
         self._table.clear()
         self._cut(self.page_bytes)
 
-    def claim(self, offsets: Int64s, sizes: Int64s) -> None:
+    def claim(self, offsets: Int64s, sizes: Int64s, mixed: Bools | None = None) -> None:
         """Take the slots that were taken before a restart. Nothing may be taken yet.
 
         Slots may lie across pages, and pages may have slots of several sizes. In such a page no slot is allocated until
@@ -242,6 +287,7 @@ class PageAllocator:
         Args:
             offsets: int64 [n], in any order.
             sizes: int64 [n], bytes, multiples of 4096.
+            mixed: bool [n], which were allocated by `allocate_mixed`; none by default.
 
         Raises:
             MemoryMisuseError: slots are taken already; or the given slots overlap, or reach outside a range.
@@ -250,9 +296,11 @@ class PageAllocator:
             raise MemoryMisuseError(f"{self.slots_used} slots are taken already; claim all at once, or clear first")
         if not len(offsets):
             return
-        self._sizes = {size for size in np.unique(sizes).tolist() if size <= self.capacity_bytes}
+        if mixed is None:
+            mixed = np.zeros(len(sizes), np.bool_)
+        self._sizes = {size for size in np.unique(sizes[~mixed]).tolist() if size <= self.capacity_bytes}
         self._cut(choose_page_bytes(self._sizes, self.capacity_bytes))
-        claim_slots(self._table, offsets, sizes)
+        claim_slots(self._table, offsets, sizes, mixed)
         self.used_bytes = int(sizes.sum())
         self._cut(self.page_bytes)
 
@@ -314,6 +362,8 @@ class PageAllocator:
         other = shallow_copy(self)
         other._sizes = {*self._sizes}
         other._table, other._lists = self._table.copy(), self._lists.copy()
+        other._mixed = MixedPages()
+        other._mixed.rebuild(other._table)
         return other
 
     def check_integrity(self) -> None:
@@ -330,6 +380,7 @@ class PageAllocator:
         if (wrong := np.flatnonzero(anew.head != self._table.head)).size:
             raise IntegrityError(f"the free unit {wrong[0]} belongs to page {anew.head[wrong[0]]}")
         self._lists.check_integrity(anew)
+        self._mixed.check_integrity(anew)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -387,6 +438,7 @@ class PageAllocator:
         """Cut free space along the grid, and rebuild all lists."""
         self._table.cut(page_bytes)
         self._lists.rebuild(self._table)
+        self._mixed.rebuild(self._table)
 
     def _open_page(self, slot: int, lane: int | None) -> int | None:
         """Cut an empty page into slots of this size: of the best length, the lowest; None when there is none.
@@ -406,6 +458,29 @@ class PageAllocator:
         lists.add_free(slot, count)
         lists.add_partial(page, slot)
         return page
+
+    def _open_mixed(self, slot: int, lane: int | None) -> int | None:
+        """Make the lowest of the longest empty pages a mixed one; None when none has `slot` bytes.
+
+        The lowest of `lane` if that has one.
+        """
+        if not self._admit(self._mixed_page_bytes(slot)):
+            return None
+        length = max((length for length in self._lists.empty if length >= slot), default=None)
+        if length is None:
+            return None
+        page = self._lists.take_empty_at(length, self._table.first_in(self._lists.empty[length], lane))
+        self._table.one.slot[page] = IRREGULAR
+        self._table.taken[page] = {}
+        self._mixed.add(self._table, page)
+        return page
+
+    def _mixed_page_bytes(self, slot: int) -> int:
+        """Bytes of a page for slots of about this size: of many, since the end of the page is lost for half a slot."""
+        least = 1 << (slot - 1).bit_length()
+        many = min(_MIXED_SLOTS * least, _power_below(self.capacity_bytes // SHARE))
+        few = min(_FEW_MIXED_SLOTS * least, _power_below(self.capacity_bytes // _SMALL_SHARE))  # in a small tier
+        return min(max(least, many, few), max(slot, self.capacity_bytes))
 
     def _take_pages(self, slot: int, count: int) -> Int64s:
         """Take all slots of as many empty pages as `count` slots fill; returns their offsets."""
@@ -469,7 +544,9 @@ class PageAllocator:
         """Make a page without taken slots an empty one, as a part of its group."""
         table, lists = self._table, self._lists
         is_open = table.one.open[page]
-        if slot != IRREGULAR:
+        if slot == IRREGULAR:
+            self._mixed.remove(page)
+        else:
             lists.pages_of_size[slot] -= 1
             if is_open:
                 lists.add_free(slot, -table.one.count[page])
@@ -489,3 +566,8 @@ class PageAllocator:
         if slot > self.capacity_bytes // SHARE and not lists.pages_of_size[slot]:
             self._sizes.discard(slot)  # the large pages that it needed are bad for the other sizes
             self._choose_page_bytes()
+
+
+def _power_below(nbytes: int) -> int:
+    """The largest power of two up to `nbytes`, 1 at least."""
+    return 1 << max(nbytes, 1).bit_length() - 1

@@ -254,6 +254,8 @@ class SlabStore:
         worth: Worths,
         evictable: Bools | None = None,
         allow: Allow | None = None,
+        *,
+        mixed: bool = False,
     ) -> Victims:
         """Choose slots to evict so that `count` more parts of `nbytes` bytes each have room.
 
@@ -264,12 +266,13 @@ class SlabStore:
             worth: float64 [n], finite; the lowest is evicted first.
             evictable: bool [n], which may be evicted; all by default.
             allow: see `page_eviction.Allow`.
+            mixed: of blocks of which parts are coded (`NewBlock.mixed`).
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive, or a slot does not exist.
         """
         with self._changed:
-            return self._slabs.choose_victims(nbytes, count, slots, worth, evictable, allow)
+            return self._slabs.choose_victims(nbytes, count, slots, worth, evictable, allow, mixed=mixed)
 
     def read(self, part: DiskPart, into: Span) -> None:
         """Copy what is stored of a part to the start of `into`, coded if it is, and verify it there.
@@ -360,14 +363,14 @@ class SlabStore:
                 return self._reconcile(known)
 
     def _reconcile(self, known: Int64s) -> Int64s:
-        stored, sizes, unknown = reconcile(self._table(), self._slabs, known)
+        stored, unknown = reconcile(self._table(), self._slabs, known)
         if unknown:
             self._index.apply([(key, None) for key in unknown])
         with self._changed:
-            self._slabs.reclaim(stored, sizes)
+            self._slabs.reclaim(*stored)
             self._changes.orphaned = False
         self._changes.commits.resume()
-        return np.setdiff1d(known, stored)
+        return np.setdiff1d(known, stored[0])
 
     def adopt(
         self, rows: Sequence[tuple[bytes, bytes]], namespaces: Mapping[bytes, bytes], pins: Sequence[bytes]

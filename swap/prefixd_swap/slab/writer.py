@@ -16,7 +16,6 @@ from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock, encode_record, index_key
 from prefixd_swap.slab.part_writes import PartWrite, write_parts
-from prefixd_swap.slots import coded_slot_bytes
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 
@@ -118,12 +117,11 @@ class SlabWriter:
         close = near if near is not None and len(near) == len(block.parts) else (None,) * len(block.parts)
         try:
             for part, other in zip(block.parts, close, strict=True):
-                if isinstance(part, Span | CodedPart):
-                    nbytes = part.nbytes if isinstance(part, Span) else coded_slot_bytes(part.nbytes)
-                    slot = self._slabs.allocate(nbytes, other)
-                else:
+                if not isinstance(part, Span | CodedPart):
                     slots.append(None)
                     continue
+                mixed = block.mixed or isinstance(part, CodedPart)
+                slot = self._slabs.allocate(part.nbytes, other, mixed=mixed)
                 if slot is None:
                     self._free_slots(slots)
                     return None

@@ -67,6 +67,11 @@ class Tier(ABC):
         """Chooses slots to evict where blocks of several sizes share pages; None if any slot serves any block."""
         return None
 
+    @property
+    def choose_mixed(self) -> ChooseVictims | None:
+        """As `choose_victims`, for slots in pages with slots of any sizes; None if there are no such pages."""
+        return None
+
     def choose_victims_later(self) -> ChooseVictims:
         """As `choose_victims`, on a snapshot of the slots, so that a thread may call it.
 

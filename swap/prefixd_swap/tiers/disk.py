@@ -84,6 +84,11 @@ class DiskTier(StoreTier):
         """Single slots, or whole pages of the slab files."""
         return self.store.choose_victims
 
+    @property
+    def choose_mixed(self) -> ChooseVictims | None:
+        """Whole pages of the slab files."""
+        return partial(self.store.choose_victims, mixed=True)
+
     def room(self, nbytes: int) -> int:
         return self.store.room(nbytes)
 

@@ -518,6 +518,63 @@ def test_a_list_that_promises_a_slot_that_is_not_there_is_an_error_not_a_wrong_s
         pages._vacate(8, 64 * KIB)
 
 
+# -- pages with slots of any sizes -----------------------------------------------------------------------------------
+
+
+def mixed_tier(pages: int = 8) -> PageAllocator:
+    tier = PageAllocator(pages * MIB)
+    tier.add(0, pages * MIB)
+    return tier
+
+
+def test_slots_of_any_sizes_lie_one_behind_the_other() -> None:
+    tier = mixed_tier()
+    sizes = [5 * PAGE_BYTES, 7 * PAGE_BYTES, 100, 3 * PAGE_BYTES]
+    offsets = [tier.allocate_mixed(nbytes) for nbytes in sizes]
+    assert offsets == [0, 5 * PAGE_BYTES, 12 * PAGE_BYTES, 13 * PAGE_BYTES]
+    assert tier.used_bytes == 16 * PAGE_BYTES and tier.slots_used == 4
+
+
+def test_holes_join_and_the_best_fitting_one_is_used_again() -> None:
+    tier = mixed_tier()
+    offsets = [tier.allocate_mixed(PAGE_BYTES) or 0 for _ in range(12)]
+    for at in (1, 2, 3, 7, 8, 6):
+        tier.free(offsets[at])
+    assert tier.allocate_mixed(3 * PAGE_BYTES) == offsets[1]
+    assert tier.allocate_mixed(2 * PAGE_BYTES) == offsets[6]
+    assert tier.allocate_mixed(PAGE_BYTES) == offsets[8]
+    tier.check_integrity()
+
+
+def test_a_mixed_page_that_is_empty_serves_any_size() -> None:
+    tier = mixed_tier(1)
+    mixed = []
+    while (offset := tier.allocate_mixed(9 * PAGE_BYTES)) is not None:
+        mixed.append(offset)
+    assert tier.allocate(MIB // 4) is None
+    tier.free_many(np.array(mixed, np.int64))
+    assert tier.room(MIB // 4) == 4
+
+
+def test_a_tier_of_slots_of_any_sizes_is_nearly_full_when_it_says_so() -> None:
+    tier, rng = mixed_tier(256), np.random.default_rng(0)
+    while tier.allocate_mixed(int(rng.integers(40, 60)) * PAGE_BYTES) is not None:
+        pass
+    assert tier.used_bytes > 0.95 * 256 * MIB
+
+
+def test_what_a_hole_is_said_to_be_is_checked() -> None:
+    tier = mixed_tier()
+    tier.allocate_mixed(PAGE_BYTES)
+    tier._mixed._holes[0][0] = (0, PAGE_BYTES)
+    with pytest.raises(IntegrityError, match="the free space of mixed pages"):
+        tier.check_integrity()
+    tier = mixed_tier()
+    tier._mixed._largest[0], tier._mixed._by_largest, tier._mixed._holes[0] = 4096, [(4096, 0)], [(0, 4096)]
+    with pytest.raises(IntegrityError, match="listed as a mixed one"):
+        tier.allocate_mixed(PAGE_BYTES)
+
+
 # -- against a model -----------------------------------------------------------------------------------------------
 
 
@@ -533,6 +590,8 @@ class PagesModel(RuleBasedStateMachine):
         for start, nbytes in self.bounds.items():
             self.pages.add(start, nbytes)
         self.held: dict[int, int] = {}
+        self.mixed: set[int] = set()
+        """Those of `held` that may lie in mixed pages, and some that are free again."""
         self.closed: set[int] = set()
 
     def enter(self, offset: int, size: int) -> None:
@@ -540,6 +599,7 @@ class PagesModel(RuleBasedStateMachine):
         assert start not in self.closed and offset + size <= start + self.bounds[start]
         assert all(offset + size <= other or other + length <= offset for other, length in self.held.items())
         self.held[offset] = size
+        self.mixed.discard(offset)
 
     @rule(nbytes=st.sampled_from(sizes), data=st.data())
     def allocate(self, nbytes: int, data: st.DataObject) -> None:
@@ -550,6 +610,22 @@ class PagesModel(RuleBasedStateMachine):
         if offset is not None:
             assert self.pages.room(nbytes) == room - 1
             self.enter(offset, round_to_slot(nbytes))
+
+    @rule(nbytes=st.integers(1, 20 * PAGE_BYTES), data=st.data())
+    def allocate_mixed(self, nbytes: int, data: st.DataObject) -> None:
+        """Nowhere else is room as long as a hole of a mixed page is large enough."""
+        near = data.draw(st.sampled_from([None, *self.held]))
+        size = round_to_slot(nbytes)
+        holes = [bytes_of for bytes_of, _ in self.pages._mixed._by_largest]
+        before = len(self.pages.pages())
+        offset = self.pages.allocate_mixed(nbytes, near)
+        if offset is None:
+            assert max(holes, default=0) < size
+            return
+        if holes and holes[-1] >= size:
+            assert len(self.pages.pages()) == before
+        self.enter(offset, size)
+        self.mixed.add(offset)
 
     @rule(nbytes=st.sampled_from(sizes), count=st.integers(0, 40))
     def allocate_many(self, nbytes: int, count: int) -> None:
@@ -581,7 +657,8 @@ class PagesModel(RuleBasedStateMachine):
         size = round_to_slot(nbytes)
         room = self.pages.room(nbytes)
         offsets = np.array(sorted(self.held), np.int64)
-        victims = choose_victims(self.pages, nbytes, count, offsets, np.random.default_rng(seed).random(len(offsets)))
+        worth = np.random.default_rng(seed).random(len(offsets))
+        victims = choose_victims(self.pages, nbytes, count, offsets, worth, pages_alone=seed % 3 == 0)
         longest = max(int(self.pages.pages().nbytes.max()), self.pages.page_bytes)
         gone = offsets[victims.positions].tolist()
         wasted = self.pages.page_bytes % size if size <= self.pages.page_bytes else 0
@@ -608,7 +685,8 @@ class PagesModel(RuleBasedStateMachine):
         self.pages.clear()
         self.pages.check_integrity()
         sizes = np.array(list(self.held.values()), np.int64)
-        self.pages.claim(np.array(list(self.held), np.int64), sizes)
+        mixed = np.array([offset in self.mixed for offset in self.held], np.bool_)
+        self.pages.claim(np.array(list(self.held), np.int64), sizes, mixed)
 
     @rule()
     def copy(self) -> None:

@@ -10,16 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, SlabStore, Span
 from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.codecs.coding import Coded, Coding, Decoded, code
 from prefixd_swap.codecs.registry import find_codec
-from prefixd_swap.errors import ChecksumError, FormatError, MemoryMisuseError
+from prefixd_swap.errors import ChecksumError, FormatError
 from prefixd_swap.slab.index.record_columns import OF_ANY_SIZE
-from prefixd_swap.slots import PAGE_BYTES, coded_slot_bytes, coded_slots_bytes, round_to_slot
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 PART_BYTES = 96 << 10
 NAMESPACE = b"namespac"
@@ -62,20 +60,6 @@ def read(store: SlabStore, parts: Sequence[DiskPart], nbytes: int = PART_BYTES) 
     for part, outcome in zip(parts, store.read_all(parts, [each.ctypes.data for each in into], nbytes), strict=True):
         assert isinstance(outcome, Decoded) if part.coded else outcome is None
     return into
-
-
-@given(st.integers(1, 1 << 40))
-def test_a_slot_is_at_most_a_sixteenth_or_a_page_too_large(nbytes: int) -> None:
-    slot = coded_slot_bytes(nbytes)
-    assert slot % PAGE_BYTES == 0 and nbytes <= slot < nbytes + max(PAGE_BYTES, nbytes / 16 + PAGE_BYTES)
-    assert coded_slots_bytes(np.array([nbytes, 0])).tolist() == [slot, 0]
-
-
-def test_slots_have_few_sizes() -> None:
-    sizes = {coded_slot_bytes(nbytes) for nbytes in range(1 << 20, 2 << 20, 999)}
-    assert len(sizes) <= 17
-    with pytest.raises(MemoryMisuseError):
-        coded_slot_bytes(0)
 
 
 @pytest.mark.parametrize("nbytes", [PART_BYTES, 12_000], ids=["alone", "together"])

@@ -107,20 +107,22 @@ class SlabFiles:
     def page_bytes(self) -> int:
         return self._pages.page_bytes
 
-    def allocate(self, nbytes: int, near: int | None = None) -> int | None:
+    def allocate(self, nbytes: int, near: int | None = None, *, mixed: bool = False) -> int | None:
         """Take a slot for `nbytes` bytes; None when the capacity or the disk has no room for this size.
 
         Args:
             nbytes: rounded up to 4096.
             near: another slot of the same prefix; the new one is close to it if possible.
+            mixed: in a page with slots of any sizes.
 
         Raises:
             DiskFullError: the file system refused a new slab. Until it has more space, later calls return None.
             StorageError: a slab could not be made or deleted for another reason.
         """
-        offset = self._striping.allocate(self._pages, nbytes, None if near is None else near << _SHIFT)
+        address = None if near is None else near << _SHIFT
+        offset = self._striping.allocate(self._pages, nbytes, address, mixed=mixed)
         if offset is None and self._add_slabs(round_to_slot(nbytes)):
-            offset = self._striping.allocate(self._pages, nbytes, None if near is None else near << _SHIFT)
+            offset = self._striping.allocate(self._pages, nbytes, address, mixed=mixed)
         return None if offset is None else offset >> _SHIFT
 
     def free(self, slots: Int64s) -> None:
@@ -150,13 +152,14 @@ class SlabFiles:
         there: Bools = (numbers[at] == slots >> INDEX_BITS) & fits
         return there
 
-    def claim(self, slots: Int64s, sizes: Int64s) -> None:
-        """Take all slots that records name, [n] with their bytes [n]. Nothing may be taken yet, and they must exist.
+    def claim(self, slots: Int64s, sizes: Int64s, mixed: Bools) -> None:
+        """Take all slots that records name, [n] with their bytes [n], and which are mixed, [n]. Nothing may be taken
+        yet, and they must exist.
 
         Raises:
             MemoryMisuseError: some overlap, or do not exist.
         """
-        self._pages.claim(slots << _SHIFT, sizes)
+        self._pages.claim(slots << _SHIFT, sizes, mixed)
 
     def lost_slots(self) -> Int64s:
         """Slots with lost bytes, in files that were deleted or cut off while in use. Such files get no more blocks.
@@ -183,8 +186,8 @@ class SlabFiles:
                 self._delete(slab)
         return np.concatenate(lost)
 
-    def reclaim(self, slots: Int64s, sizes: Int64s) -> None:
-        """Take exactly these slots [n], with their bytes [n], and use slabs with a failed sync again. No write may run.
+    def reclaim(self, slots: Int64s, sizes: Int64s, mixed: Bools) -> None:
+        """Take exactly these slots, as `claim`, and use slabs with a failed sync again. No write may run.
 
         Raises:
             StorageError: a slab still cannot be synced; only slabs that can be synced have changed.
@@ -200,7 +203,7 @@ class SlabFiles:
             if slab.failed:
                 self._pages.close(_address(slab))
         self.freed += 1
-        self.claim(slots, sizes)
+        self.claim(slots, sizes, mixed)
 
     def find(self, slot: int) -> tuple[SlabFile, int]:
         """The slab and the unit of a slot number. Any thread may call this.
@@ -238,8 +241,12 @@ class SlabFiles:
         worth: Worths,
         evictable: Bools | None = None,
         allow: Allow | None = None,
+        *,
+        mixed: bool = False,
     ) -> Victims:
         """Choose slots to evict so that `count` more slots for `nbytes` bytes each become free.
+
+        `mixed`: slots in pages with slots of any sizes: then whole pages alone are chosen.
 
         As `page_eviction.choose_victims`; for slots larger than whole slabs it empties slabs, which larger slabs then
         replace.
@@ -247,7 +254,9 @@ class SlabFiles:
         Raises:
             MemoryMisuseError: `nbytes` is not positive, or a slot does not exist.
         """
-        found = choose_victims(self._pages, nbytes, count, slots << _SHIFT, worth, evictable, allow)
+        found = choose_victims(
+            self._pages, nbytes, count, slots << _SHIFT, worth, evictable, allow, pages_alone=mixed, sparse_first=True
+        )
         slot = round_to_slot(nbytes)
         small = [slab for slab in self._slabs.values() if slab.nbytes < slot and not slab.failed]
         if found.slots >= count or not small:

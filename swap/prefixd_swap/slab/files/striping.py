@@ -35,10 +35,11 @@ class Striping:
         self._next = 0  # drive in which the next prefix begins
         self._ends: OrderedDict[int, Ends] = OrderedDict()  # by the last of the addresses
 
-    def allocate(self, pages: PageAllocator, nbytes: int, near: int | None) -> int | None:
-        """As `PageAllocator.allocate`; the lanes are the drives."""
+    def allocate(self, pages: PageAllocator, nbytes: int, near: int | None, *, mixed: bool = False) -> int | None:
+        """As `PageAllocator.allocate`, or `allocate_mixed`; the lanes are the drives."""
+        allocate = pages.allocate_mixed if mixed else pages.allocate
         if self._drives == 1:
-            return pages.allocate(nbytes, near)
+            return allocate(nbytes, near)
         drive, ends = None if near is None else pages.lane_of(near), Ends()
         if near is None or drive is None:
             drive = self._next
@@ -46,7 +47,7 @@ class Striping:
             ends = self._ends.get(near, {drive: near})
             if near // STEP_BYTES != (near + round_to_slot(nbytes)) // STEP_BYTES:
                 drive = (drive + 1) % self._drives
-        offset = pages.allocate(nbytes, ends.get(drive), drive)
+        offset = allocate(nbytes, ends.get(drive), drive)
         if offset is None:
             return None
         if not ends:

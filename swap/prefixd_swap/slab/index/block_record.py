@@ -20,7 +20,7 @@ from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.errors import RecordDamagedError, StorageError
 from prefixd_swap.sealing.rest_keys import KEY_ID_BITS, RestKey, RestKeys
 from prefixd_swap.sealing.sealed_records import RECORD_SEAL_BYTES, open_record, seal_record
-from prefixd_swap.slots import coded_slot_bytes, round_to_slot
+from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 
 NAMESPACE_BYTES = 8
@@ -38,7 +38,7 @@ FLAGS = HAS_PARENT | HAS_ERRORS | ENCRYPTED
 """All flags that are known."""
 ERRORS_BYTES = 8
 CODED = 1 << 62
-"""In the bytes of a part: it is coded, and has a slot of `coded_slot_bytes`."""
+"""In the bytes of a part: it is coded."""
 KEY_SHIFT = 32
 """In the bytes of a coded part: from this bit on it has the id of its key."""
 CODED_BYTES = (1 << KEY_SHIFT) - 1
@@ -74,7 +74,7 @@ class DiskPart:
     @property
     def slot_bytes(self) -> int:
         """Bytes of its slot."""
-        return coded_slot_bytes(self.nbytes) if self.coded else round_to_slot(self.nbytes)
+        return round_to_slot(self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,8 @@ class NewBlock:
     """Of its parts that are on disk, where lossy codecs have made some of them."""
     encryption: RestKey | None = None
     """Encrypts its token ids; its parts that are given are encrypted, too."""
+    mixed: bool = False
+    """Its parts go to pages with slots of any sizes, as coded ones always do: for blocks of which some are coded."""
 
     def check(self) -> None:
         """Check that a record can hold the fields.

@@ -38,7 +38,7 @@ from prefixd_swap.slab.index.block_record import (
     end_bytes,
 )
 from prefixd_swap.slab.index.rows import Row
-from prefixd_swap.slots import coded_slots_bytes, round_to_slot
+from prefixd_swap.slots import round_to_slots
 
 UInt8s = npt.NDArray[np.uint8]
 UInt32s = npt.NDArray[np.uint32]
@@ -78,10 +78,7 @@ class RecordGroup:
 
     def slot_bytes(self, part: int, chosen: Bools | slice = slice(None)) -> Int64s:
         """Bytes of the slots of a part that is on disk, of the `chosen` blocks."""
-        nbytes = self.nbytes[chosen, part]
-        if self.part_bytes[part] == OF_ANY_SIZE:
-            return coded_slots_bytes(nbytes)
-        return np.full(len(nbytes), round_to_slot(self.part_bytes[part])) if len(nbytes) else nbytes
+        return round_to_slots(self.nbytes[chosen, part])
 
     def of(self, chosen: Int64s, rows: Int64s) -> RecordGroup:
         """The `chosen` blocks as other `rows`."""

@@ -11,8 +11,19 @@ import numpy as np
 
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slab.files.slab_files import SlabFiles
-from prefixd_swap.slab.index.record_columns import FIRST_BLOCK, LOST_PARENT, Bools, IndexTable, Int64s, Records
+from prefixd_swap.slab.index.record_columns import (
+    FIRST_BLOCK,
+    LOST_PARENT,
+    OF_ANY_SIZE,
+    Bools,
+    IndexTable,
+    Int64s,
+    Records,
+)
 from prefixd_swap.slots import PAGE_BYTES
+
+ClaimedSlots = tuple[Int64s, Int64s, Bools]
+"""Slots, their bytes, and whether they may lie in pages with slots of any sizes; [n] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class Recovery:
 
 def slabs_named(table: IndexTable) -> set[int]:
     """Numbers of the slabs that records name."""
-    _, slots, _ = _named(table, table.readable)
+    _, slots, _, _ = _named(table, table.readable)
     return set(np.unique(slots >> INDEX_BITS).tolist())
 
 
@@ -76,13 +87,13 @@ def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tupl
     return Recovery(len(records), lost_slots, lost_parents, empty_nodes, index_damage), records, dropped
 
 
-def reconcile(table: IndexTable, slabs: SlabFiles, known: Int64s) -> tuple[Int64s, Int64s, list[bytes]]:
-    """The slots, with their bytes, of valid blocks with only `known` slots; and the index keys of all other blocks."""
+def reconcile(table: IndexTable, slabs: SlabFiles, known: Int64s) -> tuple[ClaimedSlots, list[bytes]]:
+    """The slots of valid blocks with only `known` slots; and the index keys of all other blocks."""
     wanted = _have_slots(table, slabs)
     for group in table.groups:
         wanted[group.rows] &= np.isin(group.slots[:, group.on_disk], known).all(axis=1)
     wanted[_overlapping(table, wanted)] = False
-    return *_slots(table, wanted), table.index_keys(~wanted) + table.unreadable
+    return _slots(table, wanted), table.index_keys(~wanted) + table.unreadable
 
 
 def prefix_closed(depth: Int64s, parent: Int64s, sound: Bools) -> Bools:
@@ -128,27 +139,28 @@ def _have_slots(table: IndexTable, slabs: SlabFiles) -> Bools:
     return sound
 
 
-def _slots(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s]:
-    """The slots of the rows in the mask `chosen`, and their bytes."""
-    _, slots, sizes = _named(table, chosen)
-    return slots, sizes
+def _slots(table: IndexTable, chosen: Bools) -> ClaimedSlots:
+    """The slots of the rows in the mask `chosen`."""
+    return _named(table, chosen)[1:]
 
 
-def _named(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s, Int64s]:
-    """Row, slot and bytes of every part on disk of the rows in the mask `chosen`."""
+def _named(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s, Int64s, Bools]:
+    """Of every part on disk of the rows in the mask `chosen`: the row, and as `ClaimedSlots`."""
     rows, slots, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    mixed = [np.zeros(0, np.bool_)]
     for group in table.groups:
         mine = chosen[group.rows]
         for part in group.on_disk:
             rows.append(group.rows[mine])
             slots.append(group.slots[mine, part])
             sizes.append(group.slot_bytes(part, mine))  # sizes of rows that are not chosen may be invalid
-    return np.concatenate(rows), np.concatenate(slots), np.concatenate(sizes)
+            mixed.append(np.full(len(rows[-1]), group.part_bytes[part] == OF_ANY_SIZE))
+    return np.concatenate(rows), np.concatenate(slots), np.concatenate(sizes), np.concatenate(mixed)
 
 
 def _overlapping(table: IndexTable, sound: Bools) -> Int64s:
     """Rows that overlap a row of less depth, or an earlier row of the same depth."""
-    rows, slots, sizes = _named(table, sound)
+    rows, slots, sizes, _ = _named(table, sound)
     order = np.argsort(slots, kind="stable")
     rows, slots, ends = rows[order], slots[order], (slots + sizes // PAGE_BYTES)[order]
     apart = np.ones(len(rows), np.bool_)

@@ -12,12 +12,12 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from prefixd.cache.disk.namespace_codings import TierCodec
 
 from benchmarks.common import harness
 from benchmarks.storage.sparse_files import SparseFiles
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec, Reservation, TieredCache, Tiers
+from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.index.trie import DISK
 from prefixd.cache.options import CacheOptions
 from prefixd_swap import CpuArena, SlabStore, create_copy_engine, create_eviction_policy

@@ -137,7 +137,8 @@ def _draw_call(rng: random.Random, fills: Iterator[int]) -> Put | Remove:
         sizes[1] = 0
     keys = sorted(rng.sample(range(KEYS), rng.randint(1, 4)))
     blocks = tuple((key, rng.choice([None, *range(key)]), tuple(sizes)) for key in keys)
-    return Put(blocks, next(fills), rng.choice([1, 1, 1, _LONG]), rng.random() < 0.4)
+    fill = next(fills)
+    return Put(blocks, fill, rng.choice([1, 1, 1, _LONG]), coded=fill % 5 < 2)
 
 
 def smaller(lives: Sequence[Life]) -> Iterator[tuple[Life, ...]]:

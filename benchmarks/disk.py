@@ -42,7 +42,7 @@ from prefixd_swap.slab.files.io import DiskIo
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
 _IOS: tuple[DiskIo, ...] = get_args(DiskIo)
 _BATCHES = 4  # durable batches a round of modes
-_DRIVE_ROUNDS = 5
+_DRIVE_BYTES, _DRIVE_ROUNDS = 256 << 20, 3  # of a prompt on one drive and on two
 _COMPARED = ("store", "load", "scattered_load")
 _DECIMALS = 6  # of GB/s: of a small round on a busy disk three would leave nothing
 
@@ -176,7 +176,7 @@ def main(options: harness.Options) -> harness.Outcome:
 
 def _drives(folder: Path, options: harness.Options) -> dict[str, Any]:
     rate = options.drive_rate
-    return slow_drives.compare(folder, _SIZES, rate // 2, options.depth, min(options.rounds, _DRIVE_ROUNDS), rate)
+    return slow_drives.compare(folder, _SIZES, _DRIVE_BYTES, options.depth, min(options.rounds, _DRIVE_ROUNDS), rate)
 
 
 def _drives_table(result: dict[str, Any]) -> harness.Table:

@@ -95,7 +95,7 @@ def _refuse_missing_keys(table: IndexTable, specs: Mapping[bytes, bytes], keys: 
 def _read_index(index: SlabIndex, ops: FileOps, keys: RestKeys) -> IndexTable:
     try:
         if index.aside is None:
-            table = IndexTable(index.chunks(), keys, index.used_keys())
+            table = IndexTable(index.packed(), keys, index.used_keys())
             if table.in_order:
                 return table
             raise IndexDamagedError("its keys are out of order")

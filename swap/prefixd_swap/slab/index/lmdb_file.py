@@ -207,6 +207,36 @@ def nodes(pages: npt.NDArray[np.uint8], kind: int) -> tuple[Int64s, Int64s]:
     return page[good], offset[good]
 
 
+def branch_children(pages: npt.NDArray[np.uint8]) -> Int64s:
+    """The numbers of the child pages of all branches in `pages`, in key order."""
+    low, high, top, _ = _fields(pages, *nodes(pages, _BRANCH))
+    return low | high << 16 | top << 32
+
+
+def leaf_nodes(pages: npt.NDArray[np.uint8]) -> tuple[Int64s, Int64s, Int64s, npt.NDArray[np.bool_]]:
+    """Every entry of all leaves in `pages`, in key order.
+
+    Returns:
+        The place of each key in the bytes of `pages`; bytes of the key; bytes of the data, which follow the key; and
+        whether the number of an overflow run follows it instead.
+    """
+    page, offset = nodes(pages, _LEAF)
+    low, high, flags, key_bytes = _fields(pages, page, offset)
+    start = page * pages.shape[1] + offset + _NODE_HEADER
+    return start, key_bytes, low | high << 16, flags & _BIG_DATA != 0
+
+
+def read_run(fd: int, pread: Pread, page_bytes: int, first: int, nbytes: int) -> bytes:
+    """Data of an overflow run; empty if no run of at least `nbytes` bytes begins at page `first`."""
+    header = _read(fd, pread, first * page_bytes, _PAGE_HEADER)
+    if len(header) < _PAGE_HEADER:
+        return b""
+    number, flags, pages = _RUN_HEADER.unpack(header)
+    if number != first or not flags & _OVERFLOW or pages * page_bytes < _PAGE_HEADER + nbytes:
+        return b""
+    return _read(fd, pread, first * page_bytes + _PAGE_HEADER, nbytes)
+
+
 def tree_rows(fd: int, pread: Pread, page_bytes: int, root: int) -> Iterator[tuple[bytes, bytes, int]]:
     """Key, data and flags of every readable entry of a tree, in key order unless pages are damaged.
 
@@ -236,7 +266,7 @@ def tree_rows(fd: int, pread: Pread, page_bytes: int, root: int) -> Iterator[tup
             nbytes = low | high << 16
             data = content[start : start + nbytes]
             if flags & _BIG_DATA:
-                data = _read_run(fd, pread, page_bytes, int.from_bytes(content[start : start + 8], "little"), nbytes)
+                data = read_run(fd, pread, page_bytes, int.from_bytes(content[start : start + 8], "little"), nbytes)
             if start <= page_bytes and len(data) == nbytes:
                 yield content[start - key_bytes : start], data, flags
 
@@ -296,18 +326,11 @@ def _in_order(keys: Sequence[bytes]) -> set[int]:
 def _references(first: int, pages: npt.NDArray[np.uint8]) -> References:
     """The references in these pages; `first` is the number of the first of them."""
     page_bytes = pages.shape[1]
-    words = pages.reshape(-1).view("<u2")
-
-    def fields(page: Int64s, offset: Int64s) -> tuple[Int64s, ...]:
-        at = page * (page_bytes // 2) + offset // 2
-        return tuple(words[at + place].astype(np.int64) for place in range(4))
-
-    page, offset = nodes(pages, _BRANCH)
-    low, high, top, _ = fields(page, offset)
-    branches = (page, low | high << 16 | top << 32, np.ones(len(page), np.int64), np.ones(len(page), np.bool_))
+    page, _ = nodes(pages, _BRANCH)
+    branches = (page, branch_children(pages), np.ones(len(page), np.int64), np.ones(len(page), np.bool_))
 
     page, offset = nodes(pages, _LEAF)
-    low, high, flags, key_bytes = fields(page, offset)
+    low, high, flags, key_bytes = _fields(pages, page, offset)
     data = offset + _NODE_HEADER + key_bytes
     big = (flags & _BIG_DATA != 0) & (data + 8 <= page_bytes)
     tree = (flags & _SUB_TREE != 0) & (data + _TREE.size <= page_bytes)
@@ -322,6 +345,14 @@ def _references(first: int, pages: npt.NDArray[np.uint8]) -> References:
 
     holder, found, count, is_tree = (np.concatenate(both) for both in zip(branches, leaves, strict=True))
     return References(holder + first, found, count, is_tree)
+
+
+def _fields(pages: npt.NDArray[np.uint8], page: Int64s, offset: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """The four numbers in the headers of the nodes at these offsets."""
+    words = pages.reshape(-1).view("<u2")
+    at = page * (pages.shape[1] // 2) + offset // 2
+    low, high, flags, key_bytes = (words[at + place].astype(np.int64) for place in range(4))
+    return low, high, flags, key_bytes
 
 
 def _kinds(first: int, pages: npt.NDArray[np.uint8]) -> tuple[Int64s, Int64s]:
@@ -368,17 +399,6 @@ def _page_bytes(content: bytes) -> int:
     magic, version, _, _, free, *_ = _META.unpack(content)
     size = int(_TREE.unpack(free)[0])
     return size if (magic, version) == (_MAGIC, _VERSION) and 256 <= size <= 65_536 and size % 2 == 0 else 0
-
-
-def _read_run(fd: int, pread: Pread, page_bytes: int, first: int, nbytes: int) -> bytes:
-    """Data of an overflow run; empty if no run of at least `nbytes` bytes begins at page `first`."""
-    header = _read(fd, pread, first * page_bytes, _PAGE_HEADER)
-    if len(header) < _PAGE_HEADER:
-        return b""
-    number, flags, pages = _RUN_HEADER.unpack(header)
-    if number != first or not flags & _OVERFLOW or pages * page_bytes < _PAGE_HEADER + nbytes:
-        return b""
-    return _read(fd, pread, first * page_bytes + _PAGE_HEADER, nbytes)
 
 
 def _read(fd: int, pread: Pread, offset: int, nbytes: int) -> bytes:

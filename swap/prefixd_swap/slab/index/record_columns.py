@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from prefixd_swap.slab.index.block_record import (
     TOKEN_BYTES,
     end_bytes,
 )
+from prefixd_swap.slab.index.packed_rows import INDEX_KEY_BYTES, PackedRows, pack
 from prefixd_swap.slab.index.rows import Row
 from prefixd_swap.slots import round_to_slots
 
@@ -45,7 +46,6 @@ UInt32s = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-_INDEX_KEY_BYTES = NAMESPACE_BYTES + KEY_BYTES
 OF_ANY_SIZE = -1
 """In place of the bytes of a coded part."""
 FIRST_BLOCK = -1
@@ -129,7 +129,7 @@ class IndexTable:
     """All rows of the index, in key order."""
 
     def __init__(
-        self, chunks: Iterable[Sequence[Row]], keys: RestKeys = NO_KEYS, used_keys: Collection[int] = ()
+        self, chunks: Iterable[Sequence[Row] | PackedRows], keys: RestKeys = NO_KEYS, used_keys: Collection[int] = ()
     ) -> None:
         """Enter the rows; rows that are not records go to `unreadable`.
 
@@ -147,18 +147,13 @@ class IndexTable:
         buffers: defaultdict[int, bytearray] = defaultdict(bytearray)  # length of a row -> rows of that length
         positions: defaultdict[int, list[Int64s]] = defaultdict(list)
         for chunk in chunks:
-            lengths = np.fromiter(map(len, chain.from_iterable(chunk)), np.int64, 2 * len(chunk)).reshape(-1, 2)
-            if not (lengths[:, 0] == _INDEX_KEY_BYTES).all():
-                self.unreadable += [key for key, _ in chunk if len(key) != _INDEX_KEY_BYTES]
-                chunk = [row for row in chunk if len(row[0]) == _INDEX_KEY_BYTES]
-                lengths = lengths[lengths[:, 0] == _INDEX_KEY_BYTES]
-            widths = lengths.sum(axis=1)
-            for width in np.unique(widths).tolist():
-                chosen = np.flatnonzero(widths == width)
-                rows = chunk if len(chosen) == len(chunk) else [chunk[at] for at in chosen.tolist()]
-                buffers[width] += b"".join(chain.from_iterable(rows))
-                positions[width].append(chosen + self.rows)
-            self.rows += len(chunk)
+            packed = chunk if isinstance(chunk, PackedRows) else pack(chunk)
+            self.unreadable += packed.odd_keys
+            for width, pieces in packed.by_width.items():
+                for places, content in pieces:
+                    buffers[width] += content
+                    positions[width].append(places + self.rows)
+            self.rows += packed.count
         self.groups: list[RecordGroup] = []  # their `rows` are positions in key order
         self.readable = np.zeros(self.rows, np.bool_)
         self.depth = np.zeros(self.rows, np.int64)
@@ -197,7 +192,7 @@ class IndexTable:
         rows = np.flatnonzero(chosen & self.readable)
         names = np.hstack([self._namespace[rows].view(np.uint8).reshape(-1, NAMESPACE_BYTES), self._keys[rows]])
         joined = names.tobytes()
-        return [joined[start : start + _INDEX_KEY_BYTES] for start in range(0, len(joined), _INDEX_KEY_BYTES)]
+        return [joined[start : start + INDEX_KEY_BYTES] for start in range(0, len(joined), INDEX_KEY_BYTES)]
 
     def link(self) -> Int64s:
         """Each row's parent: its position, FIRST_BLOCK, or LOST_PARENT if it is absent or not less deep."""
@@ -217,7 +212,10 @@ class IndexTable:
     def records(self, kept: Bools, parent: Int64s) -> Records:
         """The rows in the mask `kept`, which must include their parents; `parent` is the result of `link`."""
         positions = np.flatnonzero(kept)
-        positions = positions[np.argsort(self.depth[positions], kind="stable")]
+        depth = self.depth[positions]
+        if not len(depth) or depth.max() < 1 << 16:
+            depth = depth.astype(np.uint16)  # a stable order of 16 bits is by radix
+        positions = positions[np.argsort(depth, kind="stable")]
         row_of = np.full(self.rows + 1, -1, np.int64)
         row_of[positions] = np.arange(len(positions))
         namespaces = self._namespaces()
@@ -242,7 +240,7 @@ class IndexTable:
 
     def _take(self, rows: npt.NDArray[np.uint8], positions: Int64s) -> None:
         """Enter rows of one length, [m, length]; their numbers of parts may differ."""
-        keys, values = rows[:, :_INDEX_KEY_BYTES], rows[:, _INDEX_KEY_BYTES:]
+        keys, values = rows[:, :INDEX_KEY_BYTES], rows[:, INDEX_KEY_BYTES:]
         self._namespace[positions] = keys[:, :NAMESPACE_BYTES].view(np.uint64)[:, 0]
         self._keys[positions] = keys[:, NAMESPACE_BYTES:]
         if values.shape[1] < HEADER_BYTES or values.shape[1] % TOKEN_BYTES:

@@ -10,7 +10,7 @@ import pytest
 
 from prefixd_swap.errors import RemoteStoreError
 from prefixd_swap.stores import ObjectStore, Read, StoreOptions, Write, open_store
-from tests.remote.objects import DEADLINE_S, LATE_S, assert_read, joined, new_name, new_write, read_of
+from tests.remote.objects import DEADLINE_S, LATE_S, assert_read, found, joined, new_name, new_write, read_of
 
 SIZES = [(0,), (1,), (64, 0, 5), (15, 1 << 14), (64, (1 << 16) - 3), (100, 200_000, 7), (64, 3 << 20), (5 << 20,)]
 
@@ -20,7 +20,7 @@ async def test_objects_of_all_sizes_come_back(store: ObjectStore) -> None:
     await store.put(writes, 0, DEADLINE_S)
     assert await store.exists([write.name for write in writes], DEADLINE_S) == [True] * len(writes)
     reads = [read_of(write) for write in writes]
-    assert await store.get(reads, DEADLINE_S) == [True] * len(reads)
+    assert await found(store, reads) == [True] * len(reads)
     assert_read(reads, writes)
 
 
@@ -28,7 +28,7 @@ async def test_pieces_may_be_cut_elsewhere(store: ObjectStore) -> None:
     write = new_write(100, 5000, 3)
     await store.put([write], 0, DEADLINE_S)
     read = read_of(write, 1, 102, 5000)
-    assert await store.get([read], DEADLINE_S) == [True]
+    assert await found(store, [read]) == [True]
     assert_read([read], [write])
 
 
@@ -38,17 +38,40 @@ async def test_of_a_batch_some_are_there(store: ObjectStore) -> None:
     mixed = [write for pair in zip(there, absent, strict=True) for write in pair]
     assert await store.exists([write.name for write in mixed], DEADLINE_S) == [True, False] * 5
     reads = [read_of(write) for write in mixed]
-    assert await store.get(reads, DEADLINE_S) == [True, False] * 5
+    assert await found(store, reads) == [True, False] * 5
     assert_read(reads[::2], there)
 
 
-async def test_another_length_is_absent(store: ObjectStore) -> None:
-    writes = [new_write(64, 100_000) for _ in range(4)]
+async def test_an_object_may_be_shorter_than_its_memory_and_not_longer(store: ObjectStore) -> None:
+    lengths = [
+        (64, 99_999),
+        (64, 100_000),
+        (64, 100_001),
+        (64, 300_000),
+        (100_064, 7),
+        (50_000, 9, 90_000, 80_000),
+        (0,),
+    ]
+    writes = [new_write(64, 100_000) for _ in lengths]
     await store.put(writes, 0, DEADLINE_S)
-    lengths = [(64, 99_999), (64, 100_000), (64, 100_001), (0,)]
     reads = [read_of(write, *length) for write, length in zip(writes, lengths, strict=True)]
-    assert await store.get(reads, DEADLINE_S) == [False, True, False, False]
-    assert joined(reads[1]) == joined(writes[1])
+    assert await store.get(reads, DEADLINE_S) == [None, *[100_064] * 5, None]
+    for read, write in zip(reads[1:-1], writes[1:-1], strict=True):
+        assert joined(read)[:100_064] == joined(write)
+
+
+async def test_short_objects_among_others_leave_them_alone(store: ObjectStore) -> None:
+    """Lengths around those at which a store reads, joins or skips differently."""
+    sizes = [1, 103, 104, 105, 4095, 16 << 10, (16 << 10) + 1, 300_000, 2 << 20, 5 << 20]
+    writes = [new_write(size) for size in sizes]
+    await store.put(writes, 0, DEADLINE_S)
+    lengths = [(104, size + more) for size, more in zip(sizes, (0, 1, 9, 4096, 70_000) * 2, strict=True)]
+    reads = [read_of(write, *length) for write, length in zip(writes, lengths, strict=True)]
+    others = [read_of(write) for write in writes]
+    mixed = [read for pair in zip(reads, others, strict=True) for read in pair]
+    assert await store.get(mixed, DEADLINE_S) == [size for size in sizes for _ in range(2)]
+    assert [joined(read)[:size] for read, size in zip(reads, sizes, strict=True)] == [joined(write) for write in writes]
+    assert_read(others, writes)
 
 
 async def test_one_name_several_times(store: ObjectStore) -> None:
@@ -56,7 +79,7 @@ async def test_one_name_several_times(store: ObjectStore) -> None:
     await store.put([write], 0, DEADLINE_S)
     await store.put([write], 0, DEADLINE_S)
     reads = [read_of(write) for _ in range(3)]
-    assert await store.get(reads, DEADLINE_S) == [True] * 3
+    assert await found(store, reads) == [True] * 3
     assert_read(reads, [write] * 3)
     assert await store.exists([write.name] * 2, DEADLINE_S) == [True] * 2
 
@@ -73,7 +96,7 @@ async def test_deleted_objects_are_gone(store: ObjectStore) -> None:
     await store.put(writes, 0, DEADLINE_S)
     await store.delete([writes[0].name, writes[2].name, new_name()], DEADLINE_S)
     assert await store.exists([write.name for write in writes], DEADLINE_S) == [False, True, False, True]
-    assert await store.get([read_of(write) for write in writes], DEADLINE_S) == [False, True, False, True]
+    assert await found(store, [read_of(write) for write in writes]) == [False, True, False, True]
 
 
 async def test_a_big_batch(store: ObjectStore) -> None:
@@ -82,7 +105,7 @@ async def test_a_big_batch(store: ObjectStore) -> None:
     names = [name for write in writes for name in (write.name, new_name())]
     assert await store.exists(names, DEADLINE_S) == [True, False] * 1500
     reads = [read_of(write) for write in writes]
-    assert await store.get(reads, DEADLINE_S) == [True] * 1500
+    assert await found(store, reads) == [True] * 1500
     assert_read(reads, writes)
 
 
@@ -92,7 +115,7 @@ async def test_batches_side_by_side(store: ObjectStore) -> None:
 
     async def read(batch: list[Write]) -> None:
         reads = [read_of(write) for write in batch]
-        assert await store.get(reads, DEADLINE_S) == [True] * len(batch)
+        assert await found(store, reads) == [True] * len(batch)
         assert_read(reads, batch)
 
     await asyncio.gather(*(read(batch) for batch in batches))
@@ -120,7 +143,7 @@ async def test_a_short_deadline_leaves_nothing_wrong_behind(store: ObjectStore) 
         assert time.monotonic() - began_s < LATE_S
         one = writes[tenth_ms % 8]
         read = read_of(one)
-        assert await store.get([read], DEADLINE_S) == [True]
+        assert await found(store, [read]) == [True]
         assert_read([read], [one])
 
 
@@ -166,6 +189,6 @@ async def test_copies_are_counted(store: ObjectStore) -> None:
     await store.put([write], 0, DEADLINE_S)
     put = store.copied_bytes
     read: Read = read_of(write)
-    assert await store.get([read], DEADLINE_S) == [True]
+    assert await found(store, [read]) == [True]
     assert 0 <= put <= write.nbytes
     assert 0 <= store.copied_bytes - put <= write.nbytes

@@ -15,7 +15,17 @@ from prefixd_swap.stores import MooncakeOptions, Read, Write
 from prefixd_swap.stores.mooncake.mooncake_lane import address_of
 from prefixd_swap.stores.mooncake.mooncake_store import MooncakeStore
 from tests.remote.mooncake_server import MooncakeServer, mooncake_folder, mooncake_server, start_master
-from tests.remote.objects import DEADLINE_S, assert_read, assert_works, joined, new_name, new_write, opened, read_of
+from tests.remote.objects import (
+    DEADLINE_S,
+    assert_read,
+    assert_works,
+    found,
+    joined,
+    new_name,
+    new_write,
+    opened,
+    read_of,
+)
 from tests.remote.processes import free_port
 from tests.waiting import WAIT_S
 
@@ -40,15 +50,19 @@ async def test_registered_memory_is_not_copied(server: MooncakeServer) -> None:
         await store.put(writes, 0, DEADLINE_S)
         reads = [Read(write.name, (arena[-64:], arena[(16 + n) << 20 :][:70_000])) for n, write in enumerate(writes)]
         for read, write in zip(reads, writes, strict=True):
-            assert await store.get([read, read], DEADLINE_S) == [True, True]
+            assert await found(store, [read, read]) == [True, True]
             assert_read([read], [write])
         assert store.copied_bytes == 0
         other = read_of(writes[1])
-        assert await store.get([other, reads[1]], DEADLINE_S) == [True, True]
+        assert await found(store, [other, reads[1]]) == [True, True]
         assert joined(other) == joined(writes[1])
         assert store.copied_bytes == writes[1].nbytes
-        longer = Read(writes[0].name, (arena[20 << 20 :][:70_065],))
-        assert await store.get([longer, reads[0]], DEADLINE_S) == [False, True]
+        longer = [
+            Read(writes[0].name, (arena[20 << 20 :][:70_065],)),
+            Read(writes[1].name, (arena[:64], arena[22 << 20 :])),
+        ]
+        assert await store.get([*longer, reads[0]], DEADLINE_S) == [70_064] * 3
+        assert joined(longer[0])[:70_064] == joined(writes[0]) and joined(longer[1])[:70_064] == joined(writes[1])
 
 
 async def test_of_an_object_with_a_head_the_head_alone_is_copied(server: MooncakeServer) -> None:
@@ -61,7 +75,7 @@ async def test_of_an_object_with_a_head_the_head_alone_is_copied(server: Mooncak
         await store.put([write], 0, DEADLINE_S)
         assert store.copied_bytes == len(head)
         read = Read(write.name, (memoryview(bytearray(len(head))), arena[8 << 20 : 12 << 20]))
-        assert await store.get([read], DEADLINE_S) == [True]
+        assert await found(store, [read]) == [True]
         assert_read([read], [write])
         assert store.copied_bytes == 2 * len(head)
 
@@ -108,7 +122,7 @@ async def test_a_frozen_master_ends_every_call_at_its_deadline(server: MooncakeS
         for write in writes:
             read = read_of(write)
             assert await store.exists([write.name, new_name()], DEADLINE_S) == [True, False]
-            assert await store.get([read], DEADLINE_S) == [True]
+            assert await found(store, [read]) == [True]
             assert_read([read], [write])
         await assert_works(store)
         assert [joined(read) for read in reads] == before

@@ -18,7 +18,7 @@ from prefixd_swap.stores.s3 import s3_store as s3
 from prefixd_swap.stores.s3.pack_index import PackIndex
 from prefixd_swap.stores.s3.packs import Head, build_head, head_bytes, pack_name, parse_head, parse_name
 from prefixd_swap.stores.s3.s3_store import S3Store
-from tests.remote.objects import DEADLINE_S, LATE_S, assert_read, new_name, new_write, read_of
+from tests.remote.objects import DEADLINE_S, LATE_S, assert_read, found, new_name, new_write, read_of
 from tests.remote.processes import free_port
 from tests.remote.s3_server import S3Server, s3_server
 from tests.waiting import until
@@ -58,7 +58,7 @@ async def eventually(store: S3Store, writes: list[Write]) -> None:
 
 async def read_all(store: S3Store, writes: list[Write]) -> None:
     reads = [read_of(write) for write in writes]
-    assert await store.get(reads, DEADLINE_S) == [True] * len(writes)
+    assert await found(store, reads) == [True] * len(writes)
     assert_read(reads, writes)
 
 
@@ -132,7 +132,7 @@ async def test_objects_expire(shared_s3: S3Server, bucket: str) -> None:
         now.ahead_s = 61
         for store in (first, second):
             assert await store.exists([write.name, kept.name], DEADLINE_S) == [False, True]
-            assert await store.get([read_of(write), read_of(kept)], DEADLINE_S) == [False, True]
+            assert await found(store, [read_of(write), read_of(kept)]) == [False, True]
 
 
 async def test_a_pack_is_deleted_with_its_last_object(shared_s3: S3Server, bucket: str) -> None:
@@ -150,7 +150,7 @@ async def test_a_pack_that_is_gone(shared_s3: S3Server, bucket: str) -> None:
         writes = [new_write(6_000) for _ in range(2)]
         await store.put(writes, 0, DEADLINE_S)
         obstore.delete(shared_s3.client(bucket), shared_s3.paths(bucket)[:1])
-        there = await store.get([read_of(write) for write in writes], DEADLINE_S)
+        there = await found(store, [read_of(write) for write in writes])
         assert sorted(there) == [False, True]
         assert await store.exists([write.name for write in writes], DEADLINE_S) == there
 

@@ -10,6 +10,7 @@ is `decoded`, and whoever writes it again writes exactly these bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,33 @@ UInt64s = npt.NDArray[np.uint64]
 UInt32s = npt.NDArray[np.uint32]
 Float32s = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class LossyCopies:
+    """What is known of lossy copies that were read, until their bytes are entered: of each block the KV groups, [m]
+    masks, and the errors, [m, 2]."""
+
+    decoded: GroupMask
+    errors: Float32s
+
+    @classmethod
+    def none(cls, blocks: int) -> LossyCopies:
+        """Of blocks that were not read yet."""
+        return cls(np.zeros(blocks, np.uint8), np.zeros((blocks, 2), np.float32))
+
+    def note(self, trie: CodedColumns, rows: Rows, at: Rows) -> None:
+        """Notes what `trie` has just recorded of `rows[at]`."""
+        if trie.has_coded:
+            self.decoded[at] = trie.decoded[rows[at]]
+            self.errors[at] = trie.errors[rows[at]]
+
+    def restore(self, trie: CodedColumns, rows: Rows, which: Bools) -> None:
+        """Records it again of those of `rows` that are to be entered now."""
+        lossy = which & (self.decoded != 0)
+        if lossy.any():
+            trie.set_decoded(rows[lossy], self.decoded[lossy])
+            trie.set_errors(rows[lossy], self.errors[lossy])
 
 
 class CodedColumns(PriorityColumns):

@@ -162,9 +162,12 @@ class CopyColumns(CodedColumns):
     def unwritten(self, rows: Rows | slice, source: int, target: int, admit_uses: int = 0) -> GroupMask:
         """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs.
 
-        0 for blocks with fewer than `admit_uses` uses.
+        0 for blocks with fewer than `admit_uses` uses. A shared store never lacks bytes that came from a lossy copy:
+        the disk or the store has that copy, and no host may get them as exact ones, or altered once more.
         """
         groups: GroupMask = self.there[rows, source] & ~self.there[rows, target] & ~self.expired[rows]
+        if target == REMOTE and self.has_coded:
+            groups &= ~self.decoded[rows]
         if admit_uses:
             groups[self.uses[rows] < admit_uses] = 0
         return groups

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.disk.writes import Write
+from prefixd.cache.index.coded_columns import LossyCopies
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.moving.allocation import Allocation, Claim
 from prefixd.cache.placement.layer_watch import LayerWatch
@@ -231,6 +232,7 @@ class Copying:
         A pipeline: some blocks are read while others are copied from the shared tier.
         """
         sizes, shared, movement = _sizes(way.trie, parts), self._tiers.shared, way.claim.movement
+        lossy = LossyCopies.none(len(rows))
         claim, read_from = Claim(movement, way.claim.tenant), self._read_from(way.source)
         step = piece_items(sum(sizes), len(rows), at_least=_STAGES)
         starts = iter(range(0, len(rows), step))  # shared by the stages
@@ -246,17 +248,22 @@ class Copying:
                             return
                         here = np.arange(start, start + len(staged))
                         read = await read_from(way.trie, rows[here], parts, staged, shared, movement)
+                        came = here[read]
+                        lossy.note(way.trie, rows, came)
                         copied = await self._copy_memory(
-                            way.trie, parts, shared, staged[read], way.target, taken[here[read]], movement
+                            way.trie, parts, shared, staged[read], way.target, taken[came], movement
                         )
-                        arrived[here[read][copied]] = True
+                        arrived[came[copied]] = True
                     finally:
                         shared.free(staged)
                     start += len(staged)
 
-        async with asyncio.TaskGroup() as group:  # when one fails, the others end before this raises
-            for _ in range(_STAGES):
-                group.create_task(stage())
+        try:
+            async with asyncio.TaskGroup() as group:  # when one fails, the others end before this raises
+                for _ in range(_STAGES):
+                    group.create_task(stage())
+        finally:  # what else memory had of a block may have left meanwhile, and with it the block's marks
+            lossy.restore(way.trie, rows, arrived)
 
 
 def _sizes(trie: Trie, parts: Sequence[int]) -> list[int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.long_work.pacer import give_way
+from prefixd.cache.coding.namespace_codings import Codings, NamespaceCodings
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement.movement import Movement
@@ -18,8 +20,8 @@ from prefixd.cache.remote.health import RemoteHealth
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Slots
 from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError
-from prefixd_swap.stores import BlockIdentity, object_name
-from prefixd_swap.tiers import MemoryTier, RemoteLoad, RemoteSave, RemoteTier
+from prefixd_swap.stores import BlockIdentity
+from prefixd_swap.tiers import MemoryTier, PartRead, RemoteLoad, RemotePart, RemoteSave, RemoteTier, part_object_name
 
 _BAD_S = 60.0
 _LOST_S = 5.0
@@ -28,23 +30,44 @@ _REMEMBERED = 1 << 16  # such objects
 _PREPARED_AT_ONCE = 128  # blocks: a millisecond
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block to write: what its objects say of it, and how its parts are coded."""
+
+    identity: BlockIdentity
+    codings: Codings
+
+    def name(self, part: int) -> bytes:
+        return part_object_name(self.identity.digest, part, self.codings[part])
+
+
 class RemoteCopies:
     """Copies of blocks in a shared store.
+
+    A host reads and writes the objects of its own coding of a namespace, and no others.
 
     Args:
         tier: the store's tier.
         placement: records where blocks are.
         digests: computes digests of blocks.
+        codings: how the parts of each namespace are coded in the store.
         health: handles failures.
         checksums: computes checksums of blocks in memory.
     """
 
     def __init__(
-        self, tier: RemoteTier, placement: Placement, digests: Digests, health: RemoteHealth, checksums: Checksums
+        self,
+        tier: RemoteTier,
+        placement: Placement,
+        digests: Digests,
+        codings: NamespaceCodings,
+        health: RemoteHealth,
+        checksums: Checksums,
     ) -> None:
         self._tier = tier
         self._placement = placement
         self._digests = digests
+        self._codings = codings
         self._health = health
         self._checksums = checksums
         self._unusable: OrderedDict[bytes, float] = OrderedDict()  # digest -> when it may be read again
@@ -78,12 +101,11 @@ class RemoteCopies:
         nbytes = sum(trie.part_bytes[part] for part in parts)
         read = tier.submit_read(loads, nbytes, movement.urgency, deadline_s=movement.due_s)
         results = await movement.run(read)
-        checksums = np.zeros((len(rows), len(parts)), np.uint64)
         lost: list[int] = []
         now_s = self._placement.clock()
         for at, result in enumerate(results):
             if isinstance(result, tuple):
-                came[at], checksums[at] = True, result
+                came[at] = True
             elif isinstance(result, LostBytesError | BadObjectError):
                 lost.append(at)
                 remembered_s = _BAD_S if isinstance(result, BadObjectError) else _LOST_S
@@ -91,7 +113,7 @@ class RemoteCopies:
         if lost:
             self._placement.lost["not served: missing or wrong in the shared store"] += len(lost)
             self._placement.discard_copies(trie, rows[lost], tier)
-        self._note_checksums(trie, rows[came], list(parts), checksums[came])
+        self._note_read(trie, rows[came], list(parts), [result for result in results if isinstance(result, tuple)])
         return came
 
     def is_unusable(self, digest: bytes) -> bool:
@@ -106,11 +128,20 @@ class RemoteCopies:
         while len(self._unusable) > _REMEMBERED:
             self._unusable.popitem(last=False)
 
-    def _note_checksums(self, trie: Trie, rows: Rows, parts: Sequence[int], checksums: npt.NDArray[np.uint64]) -> None:
-        """Records the checksums, [m, parts], of parts that were read, except those that this host also has itself.
+    def _note_read(self, trie: Trie, rows: Rows, parts: Sequence[int], read: Sequence[tuple[PartRead, ...]]) -> None:
+        """Records what was read of `parts` of m blocks: which KV groups have bytes of a lossy copy, and checksums.
 
-        Two hosts may compute bytes that differ in the last bit for the same tokens, and both are good.
+        Not the checksums of parts that this host also has itself: two hosts may compute bytes that differ in the last
+        bit for the same tokens, and both are good.
         """
+        altered = [at for at, block in enumerate(read) if any(part.errors is not None for part in block)]
+        for at in altered:
+            groups = [trie.part_mask[part] for part, of in zip(parts, read[at], strict=True) if of.errors is not None]
+            errors = [part.errors for part in read[at] if part.errors is not None]
+            trie.set_errors(rows[[at]], np.array(errors, np.float32).max(axis=0, keepdims=True))
+            trie.set_decoded(rows[[at]], np.array([np.bitwise_or.reduce(groups)], np.uint8))
+        checksums = np.array([[part.checksum for part in block] for block in read], np.uint64)
+        checksums = checksums.reshape(len(rows), len(parts))
         local = [
             tier.level for tier in (self._placement.tiers.shared, self._placement.tiers.durable) if tier is not None
         ]
@@ -122,24 +153,39 @@ class RemoteCopies:
     def _loads(
         self, trie: Trie, rows: Rows, parts: Sequence[int], numbers: list[int], addresses: list[list[int]]
     ) -> Iterator[RemoteLoad]:
-        for row, number, to in zip(rows.tolist(), numbers, addresses, strict=True):
-            spans = tuple((part, Span(address, trie.part_bytes[part])) for part, address in zip(parts, to, strict=True))
+        for row, codings, number, to in zip(
+            rows.tolist(), self._codings_of(trie, rows), numbers, addresses, strict=True
+        ):
+            spans = tuple(
+                RemotePart(part, Span(address, trie.part_bytes[part]), codings[part])
+                for part, address in zip(parts, to, strict=True)
+            )
             yield RemoteLoad(self._digests.identity(trie, row, self._tier.digest(number)), spans)
+
+    def _codings_of(self, trie: Trie, rows: Rows) -> list[Codings]:
+        """[len(rows)]: how the parts of each block are coded in the store."""
+        ordinals = trie.namespace[rows].tolist()
+        known = {ordinal: self._codings.codings(ordinal) for ordinal in set(ordinals)}
+        return [known[ordinal] for ordinal in ordinals]
 
     # -- writing ------------------------------------------------------------------------------------------------
 
     async def write(self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement) -> int:
         """Writes bytes of rows, held in `source`, that the store lacks; returns how many of the blocks it has now.
 
-        Deletes unusable objects first. Does not write again blocks that another host has written meanwhile.
+        Deletes unusable objects first. Does not write again blocks that another host has written meanwhile, nor bytes
+        that came from a lossy copy (`Trie.unwritten`).
         """
-        groups = trie.wanted(rows, source.level) & ~trie.there[rows, self._tier.level]
+        groups = trie.unwritten(rows, source.level, self._tier.level)
         rows, groups = rows[groups != 0], groups[groups != 0]
         if not len(rows) or not self._tier.writable:
             return 0
         await self._checksums.wait(trie, rows)
         digests = await self._digests.of_rows(trie, rows)
-        blocks = [self._digests.identity(trie, row, digest) for row, digest in zip(rows.tolist(), digests, strict=True)]
+        blocks = [
+            _Block(self._digests.identity(trie, row, digest), codings)
+            for row, digest, codings in zip(rows.tolist(), digests, self._codings_of(trie, rows), strict=True)
+        ]
         try:
             there = await self._there(trie, blocks, groups)
             absent = np.flatnonzero(~there)
@@ -153,25 +199,25 @@ class RemoteCopies:
         self.enter(trie, rows[there], [digests[at] for at in np.flatnonzero(there).tolist()], groups[there])
         return int(np.count_nonzero(there))
 
-    async def _there(self, trie: Trie, blocks: Sequence[BlockIdentity], groups: GroupMask) -> npt.NDArray[np.bool_]:
+    async def _there(self, trie: Trie, blocks: Sequence[_Block], groups: GroupMask) -> npt.NDArray[np.bool_]:
         """[len(blocks)]: whether the store has all parts of the block's `groups`."""
         names, of_block = [], []
         for at, (block, mask) in enumerate(zip(blocks, groups.tolist(), strict=True)):
             for part in np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist():
-                names.append(object_name(block.digest, part))
+                names.append(block.name(part))
                 of_block.append(at)
         there = np.ones(len(blocks), np.bool_)
         found = np.array(await self._tier.exist(names), np.bool_)
         there[np.array(of_block, np.int64)[~found]] = False
         for at, block in enumerate(blocks):
-            there[at] &= not self.is_unusable(block.digest)
+            there[at] &= not self.is_unusable(block.identity.digest)
         return there
 
     async def _write(
         self,
         trie: Trie,
         rows: Rows,
-        blocks: Sequence[BlockIdentity],
+        blocks: Sequence[_Block],
         source: MemoryTier,
         groups: GroupMask,
         movement: Movement,
@@ -184,20 +230,20 @@ class RemoteCopies:
         results = await movement.run(self._tier.submit_write(saves, nbytes, movement.urgency, count=len(saves)))
         written = np.array([result is True for result in results], np.bool_)
         for at in np.flatnonzero(written).tolist():
-            self._unusable.pop(blocks[at].digest, None)
+            self._unusable.pop(blocks[at].identity.digest, None)
         if written.all():
             self._health.wrote()
         return written
 
-    async def _delete_unusable(self, trie: Trie, blocks: Sequence[BlockIdentity]) -> None:
+    async def _delete_unusable(self, trie: Trie, blocks: Sequence[_Block]) -> None:
         """Deletes unusable objects: other hosts cannot use them, and some stores refuse to overwrite a name."""
         parts = range(len(trie.part_bytes))
-        names = [object_name(each.digest, part) for each in blocks if self.is_unusable(each.digest) for part in parts]
+        names = [each.name(part) for each in blocks if self.is_unusable(each.identity.digest) for part in parts]
         if names:
             await self._tier.delete(names)
 
     def _saves(
-        self, trie: Trie, rows: Rows, blocks: Sequence[BlockIdentity], source: MemoryTier, groups: GroupMask
+        self, trie: Trie, rows: Rows, blocks: Sequence[_Block], source: MemoryTier, groups: GroupMask
     ) -> Iterator[RemoteSave]:
         addresses = source.addresses(trie.slots[rows, source.level]).tolist()
         checksums, known = trie.checksums[rows].tolist(), trie.checksummed[rows].tolist()
@@ -205,11 +251,12 @@ class RemoteCopies:
         for at, (block, mask) in enumerate(zip(blocks, groups.tolist(), strict=True)):
             parts = np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist()
             yield RemoteSave(
-                block,
+                block.identity,
                 tuple(
-                    (
+                    RemotePart(
                         part,
                         Span(addresses[at][part], trie.part_bytes[part], source.on_device),
+                        block.codings[part],
                         checksums[at][part] if of_shared and known[at][part] else None,
                     )
                     for part in parts
@@ -217,15 +264,22 @@ class RemoteCopies:
             )
 
     async def delete(self, trie: Trie, rows: Rows) -> None:
-        """Deletes the objects of blocks from the store, even if they are not known to be there.
+        """Deletes the objects of blocks from the store, even if they are not known to be there: coded ones as this host
+        codes them, and those without a coding.
 
         Raises:
             StorageError: some objects may be left.
         """
         with self._placement.holds.hold("deletion", trie, rows):
             digests = await self._digests.of_rows(trie, rows)
-        parts = range(len(trie.part_bytes))
-        await self._tier.delete([object_name(digest, part) for digest in digests for part in parts])
+            codings = self._codings_of(trie, rows)
+        names = {
+            part_object_name(digest, part, coding): None
+            for digest, of_block in zip(digests, codings, strict=True)
+            for part, own in enumerate(of_block)
+            for coding in (own, None)
+        }
+        await self._tier.delete(list(names))
 
     def enter(self, trie: Trie, rows: Rows, digests: Sequence[bytes], groups: GroupMask) -> None:
         """Enters that the store has `groups`, [m] masks, of m different blocks."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixd.base.long_work.pacer import give_way
+from prefixd.cache.coding.namespace_codings import NamespaceCodings
 from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import Namespace
@@ -28,7 +29,7 @@ from prefixd.cache.remote.known_blocks import KnownBlocks
 from prefixd.cache.rules import GroupMask
 from prefixd_swap import StorageError
 from prefixd_swap.stores import object_name
-from prefixd_swap.tiers import RemoteTier
+from prefixd_swap.tiers import RemoteTier, coding_label
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class RemoteLookups:
         tier: the store's tier.
         placement: records where blocks are.
         digests: computes digests of prompts.
+        codings: how the parts of each namespace are coded in the store.
         copies: enters blocks that the store has.
         known: limits blocks that only the store has.
         health: handles failures.
@@ -74,6 +76,7 @@ class RemoteLookups:
         tier: RemoteTier,
         placement: Placement,
         digests: Digests,
+        codings: NamespaceCodings,
         copies: RemoteCopies,
         known: KnownBlocks,
         health: RemoteHealth,
@@ -89,6 +92,7 @@ class RemoteLookups:
         self._tier = tier
         self._placement = placement
         self._digests = digests
+        self._codings = codings
         self._copies = copies
         self._known = known
         self._health = health
@@ -153,7 +157,8 @@ class RemoteLookups:
             if not lacking.any():
                 return False
             digests = await self._digests.of_prompt(trie, namespace, chain, own, first, stop)
-            ask = self._to_ask(trie, first, lacking, digests)
+            labels = [coding_label(coding) for coding in self._codings.codings(namespace.ordinal)]
+            ask = self._to_ask(trie, first, lacking, digests, labels)
             if not ask.names:
                 self.counters.remembered += 1
                 return False
@@ -172,8 +177,11 @@ class RemoteLookups:
         self.answer_s += _LEARNED * (self._answered_s - began_s - self.answer_s)
         return found
 
-    def _to_ask(self, trie: Trie, first: int, lacking: GroupMask, digests: list[bytes]) -> _Question:
-        """The objects of `lacking` groups of the blocks from `first` on, except blocks with a remembered "no"."""
+    def _to_ask(
+        self, trie: Trie, first: int, lacking: GroupMask, digests: list[bytes], labels: list[bytes]
+    ) -> _Question:
+        """The objects, with the `labels` of their parts' codings, of `lacking` groups of the blocks from `first` on,
+        except blocks with a remembered "no"."""
         ask, now_s = _Question(first, digests, np.zeros(len(lacking), np.uint8), []), self._clock()
         parts_of = _parts_of(trie)
         for at, (digest, mask) in enumerate(zip(digests, lacking.tolist(), strict=True)):
@@ -184,7 +192,7 @@ class RemoteLookups:
                     break  # its descendants are unusable
                 continue
             ask.groups[at] = mask
-            ask.names.extend(object_name(digest, part) for part in parts_of[mask])
+            ask.names.extend(object_name(digest, part, labels[part]) for part in parts_of[mask])
         return ask
 
     def _groups(self, trie: Trie, ask: _Question, found: list[bool]) -> GroupMask:

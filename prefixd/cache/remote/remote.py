@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from prefixd.cache.coding.namespace_codings import EXACT, NamespaceCodings, TierCodec
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.namespaces import NamespaceRegistry
@@ -32,6 +33,7 @@ class RemoteOptions:
         absent_s: how long a missing block is not asked for again.
         known_s: how long a block that only the store has is kept in the trie without use.
         known_blocks: the most such blocks.
+        codec: how blocks are stored there.
     """
 
     share: SharePolicy = "all"
@@ -39,6 +41,7 @@ class RemoteOptions:
     absent_s: float = 1.0
     known_s: float = 60.0
     known_blocks: int = 1 << 18
+    codec: TierCodec = EXACT
 
 
 class Remote:
@@ -75,10 +78,11 @@ class Remote:
         )
         self.health = RemoteHealth(tier, placement, tries, self.known.forget_all)
         digests = Digests(tier, namespaces)
-        self.copies = RemoteCopies(tier, placement, digests, self.health, checksums)
+        codings = NamespaceCodings(namespaces, placement.use.tenants, options.codec)
+        self.copies = RemoteCopies(tier, placement, digests, codings, self.health, checksums)
         tier.on_failure = self.health.failed
         self.lookups = RemoteLookups(
-            *(tier, placement, digests, self.copies, self.known, self.health, clock),
+            *(tier, placement, digests, codings, self.copies, self.known, self.health, clock),
             *(options.lookup_s, options.absent_s),
         )
         self.sharing = Sharing(tier, placement, tries, self.copies, copy_ahead, options.share)

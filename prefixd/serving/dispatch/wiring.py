@@ -56,6 +56,7 @@ def cache_options(settings: Settings) -> CacheOptions:
             absent_s=settings.remote.absent_s,
             known_s=settings.remote.known_s,
             known_blocks=settings.remote.known_blocks,
+            codec=TierCodec(settings.remote.codec, settings.remote.codec_error),
         ),
     )
 

@@ -21,8 +21,8 @@ class Read:
 
     Args:
         name: `NAME_BYTES` bytes that look random.
-        into: writable pieces of memory, together exactly as long as the object has to be. Contiguous bytes (format
-            "B"). They stay until the call has returned, and are garbage when it failed.
+        into: writable pieces of memory, together as long as the object is at most. Contiguous bytes (format "B"). They
+            stay until the call has returned, and are garbage when it failed, and behind a shorter object's end.
     """
 
     name: bytes
@@ -30,7 +30,7 @@ class Read:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the object has to have."""
+        """Bytes that the object has at most."""
         return sum(piece.nbytes for piece in self.into)
 
 
@@ -76,8 +76,8 @@ class ObjectStore(ABC):
         """Whether each object is there now, in as few round trips as the store allows."""
 
     @abstractmethod
-    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
-        """Reads objects; returns whether each was there with the expected length."""
+    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[int | None]:
+        """Reads objects; returns the bytes of each, None if it is not there or longer than its memory."""
 
     @abstractmethod
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
@@ -112,3 +112,13 @@ class ObjectStore(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Ends all connections. Never raises, never waits for the store."""
+
+
+def first_bytes(pieces: tuple[memoryview, ...], nbytes: int) -> tuple[memoryview, ...]:
+    """The first `nbytes` bytes of memory in pieces, without empty pieces."""
+    first = []
+    for piece in pieces:
+        if nbytes > 0 and len(piece):
+            first.append(piece[:nbytes])
+        nbytes -= len(piece)
+    return tuple(first)

@@ -15,7 +15,7 @@ from prefixd_swap.sealing.derived_keys import derive_key
 from prefixd_swap.stores.base import NAME_BYTES
 
 DIGEST_BYTES = 30
-"""Bytes of a prefix's digest; an object's name is the digest and two bytes with the part's number."""
+"""Bytes of a prefix's digest; an object's name is the digest, or a hash of it, and two bytes with the part's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,15 @@ class BlockIdentity:
     tokens: bytes
 
 
-def object_name(digest: bytes, part: int) -> bytes:
-    """The name of the object with a block's part."""
+def object_name(digest: bytes, part: int, label: bytes = b"") -> bytes:
+    """The name of the object with a block's part.
+
+    Args:
+        digest: of the block's prefix.
+        part: its number.
+        label: how it may be coded, up to 64 bytes; empty: these are the part's own bytes. Objects of different labels
+            have different names, so what is found under a name is what the reader can use and has asked for.
+    """
+    if label:
+        digest = hashlib.blake2b(digest, key=label, digest_size=DIGEST_BYTES, person=b"prefixd coded").digest()
     return digest + part.to_bytes(NAME_BYTES - DIGEST_BYTES, "little")

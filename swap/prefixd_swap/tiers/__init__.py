@@ -16,7 +16,8 @@ from prefixd_swap.tiers.gpu import GpuTier
 from prefixd_swap.tiers.memory import Account, MemoryTier
 from prefixd_swap.tiers.memory_copies import MemoryCopies
 from prefixd_swap.tiers.paged_gpu import PagedGpuTier
-from prefixd_swap.tiers.remote import RemoteLoad, RemoteSave, RemoteTier
+from prefixd_swap.tiers.remote.remote_parts import PartRead, RemotePart, coding_label, part_object_name
+from prefixd_swap.tiers.remote.remote_tier import RemoteLoad, RemoteSave, RemoteTier
 from prefixd_swap.tiers.store_tier import Identity, Loads, Places, StoreTier, can_move
 
 __all__ = [
@@ -34,11 +35,15 @@ __all__ = [
     "MemoryTier",
     "PagedGpuTier",
     "PagedTier",
+    "PartRead",
     "Places",
     "RemoteLoad",
+    "RemotePart",
     "RemoteSave",
     "RemoteTier",
     "StoreTier",
     "Tier",
     "can_move",
+    "coding_label",
+    "part_object_name",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from prefixd_swap import RemoteFullError, RemoteStoreError
 from prefixd_swap.stores import ObjectStore, Read, Write
+from prefixd_swap.stores.base import first_bytes
 
 
 class MemoryStore(ObjectStore):
@@ -45,20 +46,20 @@ class MemoryStore(ObjectStore):
         self.asked.append(len(names))
         return [name in self.objects for name in names]
 
-    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
+    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[int | None]:
         self.gets += 1
         await self._answer(deadline_s)
         return [self._get(read) for read in reads]
 
-    def _get(self, read: Read) -> bool:
+    def _get(self, read: Read) -> int | None:
         value = self.objects.get(read.name)
-        if value is None or len(value) != read.nbytes:
-            return False
+        if value is None or len(value) > read.nbytes:
+            return None
         start = 0
-        for piece in read.into:
+        for piece in first_bytes(read.into, len(value)):
             piece[:] = value[start : start + piece.nbytes]
             start += piece.nbytes
-        return True
+        return start
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
         await self._answer(deadline_s)

@@ -8,7 +8,7 @@ The client's `setup` and `close` hold the interpreter's lock: `close` for a seco
 accepts connections and does not answer. All other calls release it.
 
 The store has no times to live: without room it evicts the objects that were not used for longest. It refuses empty
-objects, so an empty object is stored as a single zero byte; so an object of one byte is found with length 0, too.
+objects, so an empty object is stored as a single zero byte; so such a byte that is read into no memory has length 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from prefixd_swap.errors import OutOfMemoryError, RemoteFullError, RemoteStoreError
-from prefixd_swap.stores.base import ObjectStore, Read, Write
+from prefixd_swap.stores.base import ObjectStore, Read, Write, first_bytes
 from prefixd_swap.stores.deadline import within
 from prefixd_swap.stores.mooncake.mooncake_lane import Lane, Visit, address_of, or_leave, until_done
 from prefixd_swap.stores.mooncake.mooncake_options import MooncakeOptions
@@ -95,24 +95,20 @@ class MooncakeStore(ObjectStore):
                 there += [code == 1 for code in codes]
         return there
 
-    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
-        there = [False] * len(reads)
+    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[int | None]:
+        came: list[int | None] = [None] * len(reads)
 
         async def fetch(part: list[int], direct: bool) -> None:
-            if direct:
-                codes = await self._direct([reads[index] for index in part], _GET)
-            else:
-                codes = await self._get_bounced([reads[index] for index in part])
+            wanted = [reads[index] for index in part]
+            codes = await self._get(wanted, self._get_direct if direct else self._get_bounced)
             for index, code in zip(part, codes, strict=True):
-                there[index] = code == max(1, reads[index].nbytes)
-            await self._explain(
-                [(reads[index], code) for index, code in zip(part, codes, strict=True) if not there[index]]
-            )
+                came[index] = min(code, reads[index].nbytes) if 0 < code <= max(1, reads[index].nbytes) else None
+            self._check_reads(codes)
 
         async with within(deadline_s, f"get of {len(reads)} objects", self._where):
             await self._ready()
             await side_by_side(self._jobs(reads, fetch), self._options.threads)
-        return there
+        return came
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
         """As `ObjectStore.put`, without `ttl_s`: the store has no times to live."""
@@ -308,21 +304,51 @@ class MooncakeStore(ObjectStore):
         self.copied_bytes += sum(nbytes for _, _, nbytes in copies)
         return codes
 
+    async def _get(self, reads: Sequence[Read], get: Callable[[Sequence[Read]], Awaitable[list[int]]]) -> list[int]:
+        """The bytes of each object, or an error. The client fills memory in several pieces or fails, so objects that
+        are shorter are read again."""
+        codes = await get(reads)
+        failed = [at for at, code in enumerate(codes) if code == _TRANSFER_FAIL]
+        if not failed:
+            return codes
+        keys = [self._key(reads[at].name) for at in failed]
+        sizes = await self._without_memory(lambda client: [client.get_size(key) for key in keys])
+        shorter: dict[int, Read] = {}
+        for at, size in zip(failed, sizes, strict=True):
+            if size <= 0:
+                codes[at] = _OBJECT_NOT_FOUND
+            elif size > reads[at].nbytes:
+                codes[at] = _INVALID_PARAMS
+            elif size < reads[at].nbytes:
+                shorter[at] = Read(reads[at].name, first_bytes(reads[at].into, size))
+        if shorter:
+            again = await get(list(shorter.values()))
+            for at, code in zip(shorter, again, strict=True):
+                codes[at] = code
+        return codes
+
+    async def _get_direct(self, reads: Sequence[Read]) -> list[int]:
+        return await self._direct(reads, _GET)
+
     async def _get_bounced(self, reads: Sequence[Read]) -> list[int]:
         keys = [self._key(read.name) for read in reads]
         sizes = [max(1, read.nbytes) for read in reads]
         offsets = _offsets(sizes)
-        targets = [_copies(offset, read.into) for offset, read in zip(offsets, reads, strict=True)]
         lane, visit = await self._lane(), Visit()
 
         def call() -> list[int]:
             codes: list[int] = self._client.batch_get_into(keys, [lane.address + offset for offset in offsets], sizes)
-            whole = [index for index, code in enumerate(codes) if code == sizes[index]]
-            visit.copy([(address, lane.address + offset, size) for i in whole for offset, address, size in targets[i]])
+            visit.copy(
+                [
+                    (address, lane.address + at, size)
+                    for offset, read, code in zip(offsets, reads, codes, strict=False)
+                    for at, address, size in _copies(offset, first_bytes(read.into, code))
+                ]
+            )
             return codes
 
         codes = await or_leave(self._in(lane, call), visit.leave)
-        self.copied_bytes += sum(read.nbytes for read, code in zip(reads, codes, strict=False) if code > 0)
+        self.copied_bytes += sum(code for code in codes if code > 0)
         return codes
 
     async def _put_bounced(self, writes: Sequence[Write]) -> list[int]:
@@ -386,22 +412,10 @@ class MooncakeStore(ObjectStore):
     def _has(self, address: int, nbytes: int) -> bool:
         return any(begin <= address and address + nbytes <= end for begin, end in self._regions)
 
-    async def _explain(self, failed: list[tuple[Read, int]]) -> None:
-        """Raises for failures of the store; objects that are absent or have another length are no failure."""
-        doubtful: list[str] = []
-        lengths: list[int] = []
-        for read, code in failed:
-            if code in _ABSENT or code == _INVALID_PARAMS or code >= 0:
-                continue
-            if code != _TRANSFER_FAIL:
-                self._check([code], 1, ())
-            doubtful.append(self._key(read.name))
-            lengths.append(max(1, read.nbytes))
-        if doubtful:
-            found = await self._without_memory(lambda client: [client.get_size(key) for key in doubtful])
-            for length, size in zip(lengths, found, strict=True):
-                if size == length:
-                    self._check([_TRANSFER_FAIL], 1, ())
+    def _check_reads(self, codes: Sequence[int]) -> None:
+        """Raises for failures of the store; objects that are absent or too long are no failure."""
+        failed = [code for code in codes if code < 0 and code not in (*_ABSENT, _INVALID_PARAMS)]
+        self._check(failed, len(failed), ())
 
     def _check(self, codes: Sequence[int], count: int, fine: tuple[int, ...]) -> None:
         """Raises the error of the first code that is not `fine`."""

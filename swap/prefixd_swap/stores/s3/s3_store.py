@@ -29,7 +29,7 @@ from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, 
 from obstore.store import S3Store as Bucket
 
 from prefixd_swap.errors import RemoteFullError, RemoteStoreError
-from prefixd_swap.stores.base import ObjectStore, Read, Write
+from prefixd_swap.stores.base import ObjectStore, Read, Write, first_bytes
 from prefixd_swap.stores.deadline import within
 from prefixd_swap.stores.s3.pack_index import PackIndex, Place
 from prefixd_swap.stores.s3.packs import PackName, build_head, earliest_name, pack_name, parse_head, parse_name
@@ -106,8 +106,8 @@ class S3Store(ObjectStore):
             now_s = self._now()
             return [self._index.find(name, now_s) is not None for name in names]
 
-    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
-        there = [False] * len(reads)
+    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[int | None]:
+        came: list[int | None] = [None] * len(reads)
 
         async def fetch(path: str, wanted: _Range) -> None:
             try:
@@ -122,7 +122,7 @@ class S3Store(ObjectStore):
                 for index, place in wanted.wanted:
                     begin = place.offset - wanted.offset
                     if begin + place.nbytes <= len(view):
-                        there[index] = True
+                        came[index] = place.nbytes
                         self._copy(view[begin : begin + place.nbytes], reads[index].into)
 
         async with within(deadline_s, f"get of {len(reads)} objects", self._where):
@@ -131,9 +131,9 @@ class S3Store(ObjectStore):
             places: dict[str, list[tuple[int, Place]]] = {}
             for index, read in enumerate(reads):
                 place = self._index.find(read.name, now_s)
-                if place is not None and place.nbytes == read.nbytes:
+                if place is not None and place.nbytes <= read.nbytes:
                     if place.nbytes == 0:
-                        there[index] = True
+                        came[index] = 0
                     else:
                         places.setdefault(place.pack.path, []).append((index, place))
             jobs = [
@@ -142,7 +142,7 @@ class S3Store(ObjectStore):
                 for wanted in _ranges(of_pack)
             ]
             await side_by_side(jobs, _REQUESTS)
-        return there
+        return came
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
         ttl_ms = max(1, round(min(ttl_s, _MOST_S) * 1000)) if ttl_s > 0 else 0
@@ -380,7 +380,7 @@ class S3Store(ObjectStore):
 
     def _copy(self, source: memoryview, into: tuple[memoryview, ...]) -> None:
         at = 0
-        for piece in into:
+        for piece in first_bytes(into, len(source)):
             piece[:] = source[at : at + len(piece)]
             at += len(piece)
         self.copied_bytes += at

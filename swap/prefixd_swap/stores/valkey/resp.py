@@ -21,12 +21,13 @@ from enum import Enum
 from typing import TypeAlias, cast
 
 from prefixd_swap.errors import RemoteStoreError
+from prefixd_swap.stores.base import first_bytes
 
 _SCRATCH_BYTES = 16 << 10
 _SLICE_BYTES = 256 << 10  # of one write: the transport copies the part that the socket does not take at once
 _JOIN_BYTES = 4 << 10  # shorter parts of a request are joined: two system calls would cost more than the copy
 _MOST_TEXT_BYTES = 1 << 20
-_MOST_VALUE_BYTES = 1 << 30  # of a value of the wrong length, which is skipped; no server stores longer ones by default
+_MOST_VALUE_BYTES = 1 << 30  # of a value that is too long, which is skipped; no server stores longer ones by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class Expect(Enum):
 
 Into: TypeAlias = tuple[memoryview, ...]
 Expected: TypeAlias = Expect | Into
-"""`Into`: a value that has to fill these pieces; the reply is True, or False when absent or of another length."""
-Reply: TypeAlias = bool | int | bytes | ErrorReply | None
+"""`Into`: a value that these pieces can hold; the reply is its length, or None when it is absent or longer."""
+Reply: TypeAlias = int | bytes | ErrorReply | None
 Part: TypeAlias = bytes | memoryview
 
 
@@ -75,7 +76,7 @@ class Wire(asyncio.BufferedProtocol):
         self._end = 0
         self._body: list[memoryview] | None = None  # pieces that the arriving value still has to fill, last piece first
         self._skip = 0  # remaining bytes of a value that is skipped
-        self._fits = False  # whether the arriving value has the expected length
+        self._arriving: int | None = None  # the length of the arriving value; None: its memory cannot hold it
         self._text = bytearray()  # the value of an `Expect.TEXT`
         self._trailer = False  # the value's \r\n is next
         self.copied_bytes = 0
@@ -212,7 +213,7 @@ class Wire(asyncio.BufferedProtocol):
                     raise ValueError("a value is longer than its length says")
                 self._start += 2
                 self._trailer = False
-                self._reply(bytes(self._text) if self._expected[0] is Expect.TEXT else self._fits)
+                self._reply(bytes(self._text) if self._expected[0] is Expect.TEXT else self._arriving)
             elif self._start == self._end:
                 return
             elif not self._expected and self._bytes[self._start] != ord("-"):  # "-ERR max number of clients reached"
@@ -241,7 +242,7 @@ class Wire(asyncio.BufferedProtocol):
         elif kind != b"$":
             raise ValueError(f"{line[:32]!r} where a value belongs")
         elif (nbytes := int(line[1:])) == -1:
-            self._reply(None if expected is Expect.TEXT else False)
+            self._reply(None)
         else:
             self._expect_body(nbytes, expected)
 
@@ -251,11 +252,10 @@ class Wire(asyncio.BufferedProtocol):
         if isinstance(expected, Expect):
             self._text = bytearray(nbytes)
             expected = (memoryview(self._text),)
-        self._fits = nbytes == sum(len(piece) for piece in expected)
-        if self._fits:
-            self._body = [piece for piece in reversed(expected) if len(piece)]
+        if nbytes <= sum(len(piece) for piece in expected):
+            self._arriving, self._body = nbytes, list(reversed(first_bytes(expected, nbytes)))
         else:
-            self._skip = nbytes
+            self._arriving, self._skip = None, nbytes
         self._trailer = True
 
     def _take_body(self) -> bool:

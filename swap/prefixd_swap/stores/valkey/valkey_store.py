@@ -222,8 +222,8 @@ class ValkeyStore(ObjectStore):
             await self._spread([self._key(name) for name in names], _parts_of_names, ask)
         return there
 
-    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
-        there = [False] * len(reads)
+    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[int | None]:
+        came: list[int | None] = [None] * len(reads)
 
         async def fetch(node: _Node, part: list[int]) -> list[int]:
             request = b"".join(command(b"GET", self._key(reads[index].name)) for index in part)
@@ -231,7 +231,7 @@ class ValkeyStore(ObjectStore):
             for index, reply in zip(part, replies, strict=True):
                 if not _is(reply, "MOVED", "ASK", "TRYAGAIN", "WRONGTYPE"):
                     raise_error(reply, node.where)
-                there[index] = reply is True
+                came[index] = reply if isinstance(reply, int) else None
             return _moved(part, replies)
 
         def parts(indices: Iterable[int]) -> list[list[int]]:
@@ -239,7 +239,7 @@ class ValkeyStore(ObjectStore):
 
         async with within(deadline_s, f"get of {len(reads)} objects", self._where):
             await self._spread([self._key(read.name) for read in reads], parts, fetch)
-        return there
+        return came
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
         expiry = (b"PX", b"%d" % max(1, round(min(ttl_s, _MOST_TTL_S) * 1000))) if ttl_s > 0 else ()
@@ -302,7 +302,7 @@ class ValkeyStore(ObjectStore):
             node = self._nodes[endpoint] = _Node(self._options, endpoint)
         return node
 
-    async def _exists(self, node: _Node, keys: list[bytes]) -> list[Reply]:
+    async def _exists(self, node: _Node, keys: list[bytes]) -> list[bool | ErrorReply]:
         """True, False, or the error reply of a cluster's node, for each key."""
         if self._scripts:
             there = bytearray(len(keys))
@@ -310,7 +310,7 @@ class ValkeyStore(ObjectStore):
             (reply,) = await node.exchange([command(b"EVALSHA", _EXISTS_SHA, count, *keys)], [(memoryview(there),)])
             if _is(reply, "NOSCRIPT"):
                 (reply,) = await node.exchange([command(b"EVAL", _EXISTS, count, *keys)], [(memoryview(there),)])
-            if reply is True:
+            if reply == len(keys):
                 return [digit == ord("1") for digit in there]
             # Not allowed, or a proxy that knows no scripts: never tried again.
             if not (_is(reply, "NOPERM") or (isinstance(reply, ErrorReply) and "unknown command" in reply.text)):
@@ -418,11 +418,11 @@ def _bulk(word: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(word), word)
 
 
-def _is(reply: Reply, *codes: str) -> bool:
+def _is(reply: object, *codes: str) -> bool:
     return isinstance(reply, ErrorReply) and reply.code in codes
 
 
-def _moved(part: list[int], replies: list[Reply]) -> list[int]:
+def _moved(part: list[int], replies: Sequence[object]) -> list[int]:
     return [index for index, reply in zip(part, replies, strict=True) if _is(reply, "MOVED")]
 
 

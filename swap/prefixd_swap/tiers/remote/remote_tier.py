@@ -4,17 +4,17 @@ The store names its objects by content, so the tier allocates no slots. In the i
 which stands for the block's digest (`names`) in this process.
 
 All calls of the store run on an event loop of their own, in a thread: a client library's work on a megabyte must not
-hold the daemon's loop.
+hold the daemon's loop. Codecs work in other threads, so that they do not hold the store's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -25,21 +25,22 @@ import numpy as np
 from prefixd_swap.errors import (
     BadObjectError,
     IntegrityError,
-    LostBytesError,
     OutOfMemoryError,
     RemoteStoreError,
     StorageError,
 )
-from prefixd_swap.slab.files.file_ops import host_bytes
-from prefixd_swap.spans import Span
-from prefixd_swap.stores.base import NAME_BYTES, ObjectStore, Read, Write
-from prefixd_swap.stores.names import DIGEST_BYTES, BlockIdentity, object_name
+from prefixd_swap.stores.base import NAME_BYTES, ObjectStore
+from prefixd_swap.stores.names import DIGEST_BYTES, BlockIdentity
+from prefixd_swap.threads import started_threads
 from prefixd_swap.tiers.base import NO_SLOT, Int64s, Tier
 from prefixd_swap.tiers.block_transfer import BlockTransfer
+from prefixd_swap.tiers.remote.remote_parts import PartRead, RemotePart
+from prefixd_swap.tiers.remote.store_loop import StoreLoop
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency, piece_items
 
-if TYPE_CHECKING:  # it needs a package that only a remote tier needs
+if TYPE_CHECKING:  # they need packages that only a remote tier needs
     from prefixd_swap.stores.sealed import Seal
+    from prefixd_swap.tiers.remote.part_objects import PartObject
 
 T = TypeVar("T")
 
@@ -47,22 +48,26 @@ PIECE_BYTES = 1 << 20
 _LEAST_BYTES_PER_S = 1 << 20
 """A slower store is out of service: the deadline of a call grows with its bytes at this rate."""
 _RESERVED = 2  # pieces that only demand may start
+_CODING_THREADS = 2
+
+BlockParts = tuple[PartRead, ...]
+"""What was read of a block's parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLoad:
-    """Parts of a block to read: the number and the target memory of each."""
+    """Parts of a block to read into their memory."""
 
     block: BlockIdentity
-    parts: tuple[tuple[int, Span], ...]
+    parts: tuple[RemotePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSave:
-    """Parts of a block to write: the number, the bytes, and their xxh3_64 if known, of each."""
+    """Parts of a block to write."""
 
     block: BlockIdentity
-    parts: tuple[tuple[int, Span, int | None], ...]
+    parts: tuple[RemotePart, ...]
 
 
 class RemoteTier(Tier):
@@ -112,7 +117,13 @@ class RemoteTier(Tier):
         self.bad_objects: Counter[str] = Counter()
         """Objects that were read and must not be used, by kind."""
         self.read_bytes = 0
+        """Bytes of parts read since the start, as the store has them."""
         self.written_bytes = 0
+        """Bytes of parts written since the start, as the store has them."""
+        self.saved_bytes = 0
+        """Bytes by which codecs have made these fewer."""
+        self.refused: Counter[str] = Counter()
+        """Parts that were written as they are though a codec was chosen, by reason."""
         self.seal = seal
         self._timeout_s = timeout_s
         self._parallel = in_flight
@@ -122,7 +133,8 @@ class RemoteTier(Tier):
         transfers.add_device(name, DeviceLimits(in_flight=in_flight + _RESERVED, reserved=_RESERVED), threads=False)
         transfers.add_path(self.read_path, name)
         transfers.add_path(self.write_path, name, max(1, in_flight // 2))
-        self._loop = _LoopThread(f"prefixd-{name}")
+        self._coders: ThreadPoolExecutor | None = None
+        self._loop = StoreLoop(f"prefixd-{name}")
 
     @property
     def read_path(self) -> str:
@@ -218,14 +230,14 @@ class RemoteTier(Tier):
 
     def submit_read(
         self, loads: Sequence[RemoteLoad], nbytes: int, urgency: Urgency, *, deadline_s: float | None = None
-    ) -> BlockTransfer[tuple[int, ...] | StorageError]:
-        """Starts to read and verify blocks of `nbytes` bytes each; the result of each is its parts' checksums or error.
+    ) -> BlockTransfer[BlockParts | StorageError]:
+        """Starts to read and verify blocks of `nbytes` bytes each; the result of each is what was read, or its error.
 
         `LostBytesError`: an object is gone. `BadObjectError`: the object is not the block's. After an error there is
         garbage at the block's addresses. The memory must stay until the transfer has ended.
         """
         step = piece_items(nbytes, len(loads), at_least=self._parallel, most_bytes=PIECE_BYTES)
-        pieces: Iterator[tuple[int, Piece[list[tuple[int, ...] | StorageError]]]] = (
+        pieces: Iterator[tuple[int, Piece[list[BlockParts | StorageError]]]] = (
             (len(some), Piece(len(some) * nbytes, partial(self._read, some), True))
             for some in (loads[start : start + step] for start in range(0, len(loads), step))
         )
@@ -273,10 +285,12 @@ class RemoteTier(Tier):
         await self.exist([bytes(NAME_BYTES)])
 
     async def close(self) -> None:
-        """Closes the store and ends the thread; every call must have returned."""
+        """Closes the store and ends the threads; every call must have returned."""
         await self._loop.close(self.store.close)
+        if self._coders is not None:
+            self._coders.shutdown()
 
-    async def _read(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
+    async def _read(self, loads: Sequence[RemoteLoad]) -> list[BlockParts | StorageError]:
         if not self.readable:  # after one failed piece, the others do not wait for their deadlines
             raise RemoteStoreError(f"{self.store.address} is out of service")
         try:
@@ -285,31 +299,54 @@ class RemoteTier(Tier):
             self.on_failure(error, False)
             raise
 
-    async def _read_there(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
+    async def _read_there(self, loads: Sequence[RemoteLoad]) -> list[BlockParts | StorageError]:
         """On the store's loop."""
-        reads, nbytes = [], 0
-        heads = [[bytearray(self.seal.head_bytes) for _ in load.parts] for load in loads]
-        for load, of_parts in zip(loads, heads, strict=True):
-            for (part, span), head in zip(load.parts, of_parts, strict=True):
-                into = (memoryview(head), host_bytes(span, span.nbytes))
-                reads.append(Read(object_name(load.block.digest, part), into))
-                nbytes += span.nbytes
-        there = await self.store.get(reads, self._deadline_s(nbytes))
-        self.read_bytes += sum(read.into[1].nbytes for read, came in zip(reads, there, strict=True) if came)
-        came = iter(zip(reads, there, strict=True))
-        return [self._verified(load, list(islice(came, len(load.parts)))) for load in loads]
+        from prefixd_swap.tiers.remote.part_objects import open_object, read_of_part
 
-    def _verified(self, load: RemoteLoad, came: Sequence[tuple[Read, bool]]) -> tuple[int, ...] | StorageError:
-        checksums = []
-        for (part, _), (read, there) in zip(load.parts, came, strict=True):
-            if not there:
-                return LostBytesError(f"{self.store.address} has the object no more, or only a piece of it")
-            try:
-                checksums.append(self.seal.open(load.block, part, *read.into))
-            except BadObjectError as error:
-                self.bad_objects[error.kind] += 1
-                return error
-        return tuple(checksums)
+        parts = [(load.block, part) for load in loads for part in load.parts]
+        reads = [read_of_part(self.seal, block, part) for block, part in parts]
+        came = await self.store.get(reads, self._deadline_s(sum(part.span.nbytes for _, part in parts)))
+        self.read_bytes += sum(nbytes - self.seal.head_bytes for nbytes in came if nbytes is not None)
+        opened = iter(
+            await self._each(
+                [
+                    (part.coding is not None, partial(open_object, self.seal, block, part, read, nbytes))
+                    for (block, part), read, nbytes in zip(parts, reads, came, strict=True)
+                ]
+            )
+        )
+        return [self._outcome(list(islice(opened, len(load.parts)))) for load in loads]
+
+    def _outcome(self, opened: Sequence[PartRead | StorageError]) -> BlockParts | StorageError:
+        parts = []
+        for part in opened:
+            if isinstance(part, StorageError):
+                if isinstance(part, BadObjectError):
+                    self.bad_objects[part.kind] += 1
+                return part
+            parts.append(part)
+        return tuple(parts)
+
+    async def _each(self, works: Sequence[tuple[bool, Callable[[], T]]]) -> list[T | StorageError]:
+        """The result or error of each of `works`: what a codec does, (True, work), runs in a thread.
+
+        All have ended when this returns, since they use memory of the caller.
+        """
+        threads, loop = self._threads() if any(coded for coded, _ in works) else None, asyncio.get_running_loop()
+        running = [
+            _result(work) if threads is None or not coded else loop.run_in_executor(threads, _result, work)
+            for coded, work in works
+        ]
+        if waiting := [each for each in running if isinstance(each, asyncio.Future)]:
+            await asyncio.wait(waiting)
+        return [each.result() if isinstance(each, asyncio.Future) else each for each in running]
+
+    def _threads(self) -> ThreadPoolExecutor | None:
+        """Those of the codecs; None while the system gives none: then the store's loop has to do it."""
+        if self._coders is None:
+            with suppress(OutOfMemoryError):
+                self._coders = started_threads(_CODING_THREADS, f"prefixd-{self.name}-codecs")
+        return self._coders
 
     async def _write(self, saves: Sequence[RemoteSave]) -> list[bool]:
         try:
@@ -320,66 +357,28 @@ class RemoteTier(Tier):
 
     async def _write_there(self, saves: Sequence[RemoteSave]) -> list[bool]:
         """On the store's loop."""
-        writes, nbytes = [], 0
-        for save in saves:
-            for part, span, checksum in save.parts:
-                payload = host_bytes(span, span.nbytes)
-                head, payload = self.seal.close(save.block, part, payload, checksum)
-                writes.append(Write(object_name(save.block.digest, part), (memoryview(head), payload)))
-                nbytes += span.nbytes
-        await self.store.put(writes, self.ttl_s, self._deadline_s(nbytes))
+        from prefixd_swap.tiers.remote.part_objects import make_object
+
+        parts = [(save.block, part) for save in saves for part in save.parts]
+        works = [(part.coding is not None, partial(make_object, self.seal, block, part)) for block, part in parts]
+        objects: list[PartObject] = []
+        for made in await self._each(works):
+            if isinstance(made, StorageError):
+                raise made
+            objects.append(made)
+        nbytes = sum(each.nbytes for each in objects)
+        await self.store.put([each.write for each in objects], self.ttl_s, self._deadline_s(nbytes))
         self.written_bytes += nbytes
+        self.saved_bytes += sum(part.span.nbytes for _, part in parts) - nbytes
+        self.refused.update(each.refused for each in objects if each.refused)
         return [True] * len(saves)
 
     def _deadline_s(self, nbytes: int) -> float:
         return self._timeout_s + nbytes / _LEAST_BYTES_PER_S
 
 
-class _LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._loop.close()
-            raise OutOfMemoryError(
-                f"the system gives this process no more threads ({error}); raise the limit"
-            ) from error
-
-    async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Runs `call` there. It runs to its end even if the caller is cancelled: it may write into memory.
-
-        Raises:
-            RemoteStoreError: `call` raised it, or an error that a store must not raise.
-        """
-
-        async def guarded() -> T:
-            try:
-                return await call()
-            except StorageError:
-                raise
-            except Exception as error:
-                raise RemoteStoreError(f"the store's client failed: {error!r}; this is a defect, report it") from error
-
-        running: Future[T] = asyncio.run_coroutine_threadsafe(guarded(), self._loop)
-        waiting = asyncio.wrap_future(running)
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            await asyncio.wait([waiting])
-            waiting.exception()  # mark it as retrieved: the caller is gone
-            raise
-
-    async def close(self, last: Callable[[], Awaitable[None]]) -> None:
-        """Runs `last` there, and ends the thread."""
-        if not self._thread.is_alive():
-            return
-        try:
-            await self.run(last)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
-            self._loop.close()
+def _result(work: Callable[[], T]) -> T | StorageError:
+    try:
+        return work()
+    except StorageError as error:
+        return error

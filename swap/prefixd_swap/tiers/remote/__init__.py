@@ -1,0 +1,1 @@
+"""The remote tier: blocks in a store that hosts share, as they are or coded."""

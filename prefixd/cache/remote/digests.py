@@ -24,6 +24,11 @@ def root_digest(keys: TenantKeys, spec: NamespaceSpec) -> bytes:
     return keys.root(spec.encoded())
 
 
+def geometry_digest(spec: NamespaceSpec) -> bytes:
+    """8 bytes: a digest of the geometry of a namespace's blocks, which objects repeat."""
+    return xxhash.xxh3_64_digest(msgspec.msgpack.encode(spec.geometry, enc_hook=to_fields))
+
+
 class Digests:
     """Computes digests, from the last block on whose digest the tier knows.
 
@@ -99,7 +104,6 @@ class Digests:
         names = self._names_of.get(namespace)
         if names is None:
             keys = self._tier.seal.keys(namespace.spec.salt)
-            geometry = xxhash.xxh3_64_digest(msgspec.msgpack.encode(namespace.spec.geometry, enc_hook=to_fields))
-            names = keys, root_digest(keys, namespace.spec), geometry
+            names = keys, root_digest(keys, namespace.spec), geometry_digest(namespace.spec)
             self._names_of[namespace] = names
         return names

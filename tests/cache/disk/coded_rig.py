@@ -52,7 +52,7 @@ class CodedRig(Rig):
             assert trie.decoded[row] & trie.part_mask[part]
             self.served_altered += 1
             largest, rms = trie.errors[row].tolist()
-            assert 0 < rms <= largest and _difference(found, exact) <= largest * 1.2
+            assert 0 < rms <= largest and difference(found, exact) <= largest * 1.2
 
     async def to_disk_alone(self, prompt: Sequence[int], namespace: Namespace | None = None) -> list[int]:
         """Stores a prompt, and takes it out of memory once it is on disk; returns its rows."""
@@ -74,7 +74,7 @@ class CodedRig(Rig):
         return int(trie.stored_bytes(chosen).sum())
 
 
-def _difference(one: bytes, other: bytes) -> float:
+def difference(one: bytes, other: bytes) -> float:
     """The largest difference, relative to the RMS of all exact numbers: nearly that of each layer."""
     found, exact = numbers(one), numbers(other)
     return float(np.abs(found - exact).max() / np.sqrt((exact**2).mean()))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from prefixd.base.codec_names import CodecName
+from prefixd.base.codec_names import LOSSY, CodecName
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache.coding.codec_choice import codec_of
-from prefixd.cache.namespaces import NamespaceRegistry, PartSpec
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry, PartSpec
 from prefixd_swap.codecs.coding import Coding
 from prefixd_swap.codecs.registry import find_codec
 
@@ -54,6 +55,13 @@ class NamespaceCodings:
         """How the parts of the namespace with this ordinal are coded from now on."""
         spec = self._namespaces.at(ordinal).spec
         return self._codings(spec.parts, codec_of(spec, self._tenants, self.tier.name), self.tier.most_error)
+
+    def most_error(self, namespace: Namespace) -> float:
+        """The largest RMS error that blocks of a namespace may have; 0: they are exact; infinite: as large as a codec
+        makes it."""
+        if codec_of(namespace.spec, self._tenants, self.tier.name) not in LOSSY:
+            return 0.0
+        return math.inf if self.tier.most_error is None else self.tier.most_error
 
     def without_loss(self, ordinal: int, part: int) -> Coding | None:
         """How a part of a namespace is coded of which memory has bytes from a lossy copy."""

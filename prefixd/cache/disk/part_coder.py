@@ -24,6 +24,7 @@ from prefixd_swap import OutOfMemoryError, Span, host_bytes, started_threads
 from prefixd_swap.codecs.codec import Refused, UInt8s
 from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.codecs.coding import Coded, Coding, code
+from prefixd_swap.codecs.registry import CODECS
 from prefixd_swap.sealing.rest_keys import RestKey
 from prefixd_swap.sealing.sealed_objects import part_identity, seal
 from prefixd_swap.slab.index.block_record import Errors
@@ -225,14 +226,16 @@ def _code(job: _Job) -> _Outcome:
     errors = None
     if coded.errors is not None:
         errors = float(coded.errors.largest.max()), float(coded.errors.rms.max())
+    codec = CODECS[coded.codec]
     if job.key is not None:
-        return _Outcome(job, _encrypt(job, job.key, coded.data, checksum, coded=True, errors=errors))
-    return _Outcome(job, PartCode(CodedPart(coded.data, xxhash.xxh3_64_intdigest(coded.data.data)), checksum, errors))
+        return _Outcome(job, _encrypt(job, job.key, coded.data, checksum, codec=codec, errors=errors))
+    stored = CodedPart(coded.data, xxhash.xxh3_64_intdigest(coded.data.data), codec=codec)
+    return _Outcome(job, PartCode(stored, checksum, errors))
 
 
 def _encrypt(
-    job: _Job, key: RestKey, data: UInt8s, checksum: int, *, coded: bool = False, errors: Errors | None = None
+    job: _Job, key: RestKey, data: UInt8s, checksum: int, *, codec: int = 0, errors: Errors | None = None
 ) -> PartCode:
     """The part, encrypted: `data` is what a codec has made of it, or else its own bytes with `checksum`."""
-    sealed = seal(data, key, job.identity, coded=coded, checksum=None if coded else checksum)
-    return PartCode(CodedPart(sealed, xxhash.xxh3_64_intdigest(sealed.data), key.id), checksum, errors)
+    sealed = seal(data, key, job.identity, coded=codec > 0, checksum=None if codec else checksum)
+    return PartCode(CodedPart(sealed, xxhash.xxh3_64_intdigest(sealed.data), key.id, codec), checksum, errors)

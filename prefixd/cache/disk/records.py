@@ -64,7 +64,8 @@ class DiskRecords:
         records = []
         on_disk, errors = self._on_disk(trie, rows), self._errors(trie, rows)
         for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
-            records.append(BlockRecord(*name, parent, tokens, tuple(on_disk[at]), depth, errors[at]))
+            of_parts = errors[at] if any(on_disk[at]) else None
+            records.append(BlockRecord(*name, parent, tokens, tuple(on_disk[at]), depth, of_parts))
         return records
 
     def new_blocks(

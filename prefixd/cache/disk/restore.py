@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from prefixd.base.errors import InvalidArgumentError, PrefixdError
 from prefixd.base.rules.rules import from_fields
+from prefixd.cache.disk.altered_blocks import find_altered
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec, namespace_digest
 from prefixd.cache.placement.placement import Placement
@@ -45,6 +46,12 @@ class Restored:
     """Blocks not in the tries, by reason."""
     refused_ids: Sequence[tuple[bytes, bytes]]
     """Namespace and key of refused blocks, children before parents, to be removed."""
+    altered: int
+    """Blocks whose bytes a lossy codec has altered more than their namespace allows; they have no bytes any more."""
+    altered_ids: Sequence[tuple[bytes, bytes]]
+    """Those of them to be removed, children before parents."""
+    bare: Sequence[tuple[bytes, bytes, int]]
+    """Those of them whose record stays: namespace, key, and the number of parts to be dropped."""
 
 
 def known_namespaces(
@@ -111,6 +118,7 @@ def restore(
     trie_of: Callable[[Namespace], Trie],
     placement: Placement,
     level: int,
+    most_error: Callable[[Namespace], float],
 ) -> Restored:
     """Enters `records` into empty tries. An invalid record is refused with its descendants.
 
@@ -120,30 +128,48 @@ def restore(
         trie_of: returns a namespace's trie, and makes it if there is none.
         placement: counts the entered blocks, for eviction.
         level: the durable tier's.
+        most_error: the largest RMS error that a namespace's blocks may have; 0: they are exact.
     """
     namespaces = [known.get(identity) for identity in records.namespaces]
     tries = [None if namespace is None else trie_of(namespace) for namespace in namespaces]
     entry = _Entry(records, namespaces, tries, level, placement.uses)
-    entry.enter_sound(placement.clock())
+    most = [0.0 if namespace is None else most_error(namespace) for namespace in namespaces]
+    entry.enter_sound(placement.clock(), np.array(most, np.float32))
     for reason, blocks in entry.refused.items():
         log.warning("%d blocks on disk are dropped: %s", blocks, reason)
     placement.epoch += 1
-    refused = np.flatnonzero(~entry.sound)[::-1].tolist()
-    ids = [(records.namespaces[records.namespace[row]], records.keys[row].tobytes()) for row in refused]
-    return Restored(len(records) - len(ids), dict(entry.refused), ids)
+    altered = entry.altered
+    if len(altered):
+        log.warning(
+            "%d blocks on disk that a lossy codec has altered are dropped: their namespaces are stored without loss "
+            "now, or disk.codec_error is below their errors; they are computed again at their next use",
+            len(altered),
+        )
+
+    def names(chosen: Bools) -> list[tuple[bytes, bytes]]:
+        rows = np.flatnonzero(chosen)[::-1].tolist()
+        return [(records.namespaces[records.namespace[row]], records.keys[row].tobytes()) for row in rows]
+
+    ids, gone = names(~entry.sound), names(altered.gone)
+    parts = {records.namespaces[at]: 0 if trie is None else len(trie.part_bytes) for at, trie in enumerate(tries)}
+    bare = [(*name, parts[name[0]]) for name in names(altered.bare)]
+    blocks = len(records) - len(ids) - len(gone)
+    return Restored(blocks, dict(entry.refused), ids, len(gone) + len(bare), gone, bare)
 
 
 def remove_refused(store: StoreTier, restored: Restored) -> None:
-    """Sets refused blocks aside and frees their slots; a warning lasts until `prefixd recover`.
+    """Sets refused blocks aside and frees their slots; a warning lasts until `prefixd recover`. Removes altered blocks.
 
     On an error their slots stay allocated until the next start tries again.
     """
     ids = restored.refused_ids
     try:
+        if restored.altered:
+            store.forget(restored.altered_ids, restored.bare)
         if ids:
             store.discard(ids, ", ".join(f"{blocks} {why}" for why, blocks in restored.refused.items()))
     except StorageError as error:
-        log.error("invalid blocks on disk could not be removed, the next start tries again: %s", error)
+        log.error("blocks on disk that are not wanted could not be removed, the next start tries again: %s", error)
 
 
 def remove_unused(store: StoreTier, unused: Collection[bytes]) -> None:
@@ -184,8 +210,8 @@ class _Entry:
         self._roots = np.array([_NO_PARENT if each is None else each.root for each in namespaces], np.int64)
         self._rows = np.full(len(records), _NO_ROW, np.int64)  # in the tries
 
-    def enter_sound(self, now_s: float) -> None:
-        """Checks the records and enters sound ones."""
+    def enter_sound(self, now_s: float, most_errors: npt.NDArray[np.float32]) -> None:
+        """Checks the records and enters sound ones, without bytes that are altered more than [namespaces] allow."""
         records = self._records
         self._refuse(self._ordinals[records.namespace] == _NO_ROW, "of an unknown namespace")
         for group in records.groups:
@@ -198,6 +224,7 @@ class _Entry:
         self._refuse(records.depth != depth, "not where their parents say")
         del depth
         self._refuse_orphans()
+        self.altered = find_altered(records, self.sound, self._levels, most_errors)
         self._places = self._prompt_order()
         tries = {trie.ordinal: trie for trie in self._tries if trie is not None}
         for trie in tries.values():
@@ -274,7 +301,8 @@ class _Entry:
         other tries with the same part sizes and other rules.
         """
         records = self._records
-        ours = self.sound & np.array([its is trie for its in self._tries], np.bool_)[records.namespace]
+        ours = self.sound & ~self.altered.gone
+        ours &= np.array([its is trie for its in self._tries], np.bool_)[records.namespace]
         sound = np.sort(np.concatenate([group.rows[ours[group.rows]] for group in groups]))
         ordered = sound[np.argsort(self._places[sound])]
         self._rows[ordered] = trie.take_rows(len(ordered))
@@ -300,14 +328,15 @@ class _Entry:
             for group, mine, at in pieces:
                 on_disk = np.array(group.part_bytes, np.int64) != 0
                 coded = np.array(group.part_bytes, np.int64) == OF_ANY_SIZE
-                trie.put_copies(rows[mine], self._level, np.where(on_disk, group.slots[at], NO_SLOT), now_s)
+                there = on_disk & ~self.altered.bare[added[mine]][:, None]
+                trie.put_copies(rows[mine], self._level, np.where(there, group.slots[at], NO_SLOT), now_s)
                 self._uses.restored(trie, rows[mine], self._level, now_s)
                 trie.checksums[rows[mine]] = group.checksums[at]
                 if coded.any():
-                    nbytes = np.where(coded, group.nbytes[at], 0).astype(np.uint32)
+                    nbytes = np.where(coded & there, group.nbytes[at], 0).astype(np.uint32)
                     trie.set_coded(rows[mine], nbytes, group.checksums[at])
-                if group.errors is not None:
-                    trie.set_errors(rows[mine], group.errors[at])
+                if group.errors is not None and (some := there.any(axis=1)).any():
+                    trie.set_errors(rows[mine][some], group.errors[at][some])
 
 
 def _fits(group: RecordGroup, trie: Trie) -> bool:

@@ -93,7 +93,7 @@ class Mover:
         self.lost = self.placement.lost
         self.changed = self.placement.changed
         self.checksums = Checksums(self.placement)
-        codings = NamespaceCodings(namespaces, self.use.tenants, disk_codec)
+        self.codings = codings = NamespaceCodings(namespaces, self.use.tenants, disk_codec)
         self.coder = PartCoder(self.placement, codings, namespaces)
         self.disk = DiskCopies(self.placement, tries, namespaces, self.checksums, self.coder)
         self.room = Room(self.placement, tries, policy, self.disk)

@@ -113,6 +113,13 @@ class UnbackedStoreTier(StoreTier):
         for name in names:
             self._forget(index_key(*name))
 
+    def forget(self, names: Sequence[Identity], parts: Sequence[tuple[bytes, bytes, int]]) -> None:
+        """Removes blocks, and the bytes of others."""
+        for name in names:
+            self._forget(index_key(*name))
+        for namespace, key, count in parts:
+            self._forget_parts(index_key(namespace, key), range(count))
+
     def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
         """Forgets what namespaces stood for."""
         for namespace in namespaces:
@@ -246,15 +253,7 @@ class UnbackedStoreTier(StoreTier):
     async def _drop_parts(self, items: Sequence[tuple[bytes, bytes, Collection[int]]]) -> None:
         await self.write_link.move(0)
         for namespace, key, parts in items:
-            name = index_key(namespace, key)
-            if (value := self._records.get(name)) is not None:
-                left = without_parts(value, parts)
-                kept = {slot for slot, _ in record_slots(left)}
-                for slot, nbytes in record_slots(value):
-                    if slot not in kept:
-                        self._bytes.pop(slot, None)
-                        self._used_bytes -= round_to_slot(nbytes)
-                self._records[name] = left
+            self._forget_parts(index_key(namespace, key), parts)
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -284,6 +283,16 @@ class UnbackedStoreTier(StoreTier):
         """What is kept of a part, and its checksum."""
         del span
         return b"", 0 if checksum is None else checksum
+
+    def _forget_parts(self, name: bytes, parts: Collection[int]) -> None:
+        if (value := self._records.get(name)) is not None:
+            left = without_parts(value, parts)
+            kept = {slot for slot, _ in record_slots(left)}
+            for slot, nbytes in record_slots(value):
+                if slot not in kept:
+                    self._bytes.pop(slot, None)
+                    self._used_bytes -= round_to_slot(nbytes)
+            self._records[name] = left
 
     def _forget(self, name: bytes) -> None:
         value = self._records.pop(name, None)

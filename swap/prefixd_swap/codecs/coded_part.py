@@ -16,11 +16,13 @@ class CodedPart:
         data: the stored bytes.
         checksum: xxh3_64 of them.
         key_id: the id of the key that encrypts them; 0: they are in clear.
+        codec: the number of the codec that decodes them; 0: none, they are only encrypted.
     """
 
     data: UInt8s = field(repr=False)
     checksum: int
     key_id: int = 0
+    codec: int = 0
 
     @property
     def span(self) -> Span:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from prefixd_swap.errors import MissingKeyError, StorageError
+from prefixd_swap.codecs.registry import CODECS, NAMES, find_codec
+from prefixd_swap.errors import MissingKeyError, StorageError, UnavailableCodecError
 from prefixd_swap.sealing.rest_keys import RestKeys, key_name
 from prefixd_swap.sealing.sealed_objects import sealed_key
 from prefixd_swap.slab.data_directory import DataDirectory
@@ -47,6 +48,8 @@ def open_parts(
         io = directory.usable_io(io)
         table = _read_index(index, ops, keys)
         _refuse_missing_keys(table, index.namespaces(), keys, path)
+        if table.has_coded:
+            _refuse_missing_codecs(index.used_codecs(), path)
         # Blocks of an index that was set aside may be brought back, and any slab may hold them.
         holding = range(MAX_NUMBER + 1) if list_set_aside(directory.index) else slabs_named(table)
         slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=holding, shrink=shrink)
@@ -90,6 +93,23 @@ def _refuse_missing_keys(table: IndexTable, specs: Mapping[bytes, bytes], keys: 
             f"file, as a line after the first; if one is lost, so are its blocks: delete {path} to start with an empty "
             "cache"
         )
+
+
+def _refuse_missing_codecs(numbers: Iterable[int], path: Path) -> None:
+    """Raise UnavailableCodecError if blocks are stored by codecs that cannot be used here."""
+    for number in numbers:
+        if number not in NAMES:
+            raise UnavailableCodecError(
+                f"blocks are stored by codec number {number}, of a newer prefixd than this one, which has "
+                f"{', '.join(CODECS)}; upgrade prefixd, choose another directory, or delete {path} to start with an "
+                "empty cache"
+            )
+        try:
+            find_codec(number)
+        except UnavailableCodecError as error:
+            raise UnavailableCodecError(
+                f"blocks are stored by a codec: {error}, or delete {path} to start with an empty cache"
+            ) from error
 
 
 def _read_index(index: SlabIndex, ops: FileOps, keys: RestKeys) -> IndexTable:

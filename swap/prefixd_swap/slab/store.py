@@ -87,6 +87,7 @@ class SlabStore:
         self._changes = StoreChanges(directory.path, index, slabs, self._changed, self._writer.sync)
         verification = Verification(index, slabs, self._changes, keys)
         self._used_keys: set[int] = set()  # that the index has noted
+        self._used_codecs: set[int] = set()
         self.check = verification.check_block
         self.audit = verification.audit_index
 
@@ -127,6 +128,7 @@ class SlabStore:
             ShrinkError: slabs with blocks would be deleted, and `shrink` is false; nothing has changed.
             MissingDriveError: a further directory is gone, and `drop_missing` is false; nothing has changed.
             MissingKeyError: blocks are encrypted with other keys; nothing has changed.
+            UnavailableCodecError: blocks are stored by a codec that is not there; nothing has changed.
             DirectoryInUseError: another store holds the directory.
             FormatError: the directory has files of another version.
             StorageError: it cannot be made, read or written.
@@ -205,6 +207,7 @@ class SlabStore:
             if any(isinstance(part, CodedPart) or block.errors for block in blocks for part in block.parts):
                 self._directory.allow_coded()
             self._note_keys(key for block in blocks if (key := block.encryption) is not None)
+            self._note_codecs(part.codec for block in blocks for part in block.parts if isinstance(part, CodedPart))
             blocks = self._with_kept_parts(blocks)
             slots = self._writer.take(blocks)
             try:
@@ -556,6 +559,12 @@ class SlabStore:
             self._directory.allow_coded()
             self._index.add_used_keys(new)
             self._used_keys |= new
+
+    def _note_codecs(self, numbers: Iterable[int]) -> None:
+        """Note in the index which codecs decode blocks: a start without one of them is refused."""
+        if new := set(numbers) - self._used_codecs - {0}:
+            self._index.add_used_codecs(new)
+            self._used_codecs |= new
 
     def _with_kept_parts(self, blocks: Sequence[NewBlock]) -> list[NewBlock]:
         """The blocks with the parts to keep as they are in the index.

@@ -101,6 +101,13 @@ class DiskTier(StoreTier):
     def discard(self, names: Sequence[Identity], reason: str) -> None:
         self.store.remove_unusable(names, reason)
 
+    def forget(self, names: Sequence[Identity], parts: Sequence[tuple[bytes, bytes, int]]) -> None:
+        for start in range(0, len(names), REMOVED_AT_ONCE):
+            self.store.remove(names[start : start + REMOVED_AT_ONCE])
+        for start in range(0, len(parts), REMOVED_AT_ONCE):
+            some = parts[start : start + REMOVED_AT_ONCE]
+            self.store.drop_parts([(namespace, key, range(count)) for namespace, key, count in some])
+
     def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
         self.store.remove_namespaces(namespaces)
 

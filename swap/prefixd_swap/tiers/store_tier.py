@@ -292,6 +292,19 @@ class StoreTier(Tier):
         """
 
     @abstractmethod
+    def forget(self, names: Sequence[Identity], parts: Sequence[tuple[bytes, bytes, int]]) -> None:
+        """Removes good blocks that are not wanted any more, children before parents, and the bytes of others, whose
+        records stay. Blocks the caller: for the start.
+
+        Args:
+            names: blocks to remove.
+            parts: of the others their namespace id, their key, and how many parts they have.
+
+        Raises:
+            StorageError: I/O failed; some or all of it is still there.
+        """
+
+    @abstractmethod
     def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
         """As `remove_namespaces`, and blocks the caller: for the start."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
+from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
 from prefixd_swap.codecs.part_shape import PartShape
 from tests.rig import BLOCK_TOKENS, Rig
@@ -53,6 +55,11 @@ class CodedRig(Rig):
             self.served_altered += 1
             largest, rms = trie.errors[row].tolist()
             assert 0 < rms <= largest and difference(found, exact) <= largest * 1.2
+
+    async def restart_with(self, codec: TierCodec) -> None:
+        """As `restart`, with another codec of the disk tier."""
+        self._options = replace(self._options, disk_codec=codec)
+        await self.restart()
 
     async def to_disk_alone(self, prompt: Sequence[int], namespace: Namespace | None = None) -> list[int]:
         """Stores a prompt, and takes it out of memory once it is on disk; returns its rows."""

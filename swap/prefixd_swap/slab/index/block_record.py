@@ -172,13 +172,15 @@ def decode_record(key: bytes, value: bytes, keys: RestKeys = NO_KEYS) -> BlockRe
     depth, flags, parent, parts, rest = _split(value)
     if flags & ENCRYPTED:
         rest = open_record(rest, keys)
-    errors = _ERRORS.unpack_from(rest) if flags & HAS_ERRORS else None
+    tokens = rest[ERRORS_BYTES if flags & HAS_ERRORS else 0 :]
+    stored = tuple(part if part.nbytes else None for part in parts)
+    errors = _ERRORS.unpack_from(rest) if flags & HAS_ERRORS and any(stored) else None  # they were of dropped parts
     return BlockRecord(
         key[:NAMESPACE_BYTES],
         key[NAMESPACE_BYTES:],
         parent if flags & HAS_PARENT else b"",
-        rest[ERRORS_BYTES:] if errors else rest,
-        tuple(part if part.nbytes else None for part in parts),
+        tokens,
+        stored,
         depth,
         errors,
     )

@@ -17,7 +17,7 @@ from prefixd_swap.errors import RecordDamagedError
 from prefixd_swap.slab.files.file_ops import FileOps, storage_error
 from prefixd_swap.slab.index.block_record import KEY_BYTES, NAMESPACE_BYTES, check_record
 from prefixd_swap.slab.index.lmdb_file import read_trees, tree_entries
-from prefixd_swap.slab.index.rows import CHUNK_ROWS, USED_KEYS, Row, decode_used_keys
+from prefixd_swap.slab.index.rows import CHUNK_ROWS, USED_CODECS, USED_KEYS, Row, decode_used_keys
 
 if TYPE_CHECKING:
     from prefixd_swap.slab.index.index import SlabIndex
@@ -50,6 +50,7 @@ def bring_back(index: SlabIndex, aside: Path, ops: FileOps) -> None:
             specs = {key: spec for key, spec in named.items() if len(key) == NAMESPACE_BYTES}
             index.put_namespaces(specs)
             index.add_used_keys(decode_used_keys(named.get(USED_KEYS, b"")))
+            index.add_used_codecs(named.get(USED_CODECS, b""))
             blocks = (row for row in rows(b"blocks") if row[0][:NAMESPACE_BYTES] in specs and _decodes(*row))
             while chunk := list(islice(blocks, CHUNK_ROWS)):
                 index.apply(chunk)

@@ -24,6 +24,7 @@ from prefixd_swap.slab.index.lmdb_file import damaged_page, first_missing, read_
 from prefixd_swap.slab.index.packed_rows import PackedRows, read_packed
 from prefixd_swap.slab.index.rows import (
     CHUNK_ROWS,
+    USED_CODECS,
     USED_KEYS,
     Change,
     Edit,
@@ -230,6 +231,7 @@ class SlabIndex:
         """
         found = self._named()
         found.pop(USED_KEYS, None)
+        found.pop(USED_CODECS, None)
         return found
 
     def used_keys(self) -> list[int]:
@@ -249,6 +251,24 @@ class SlabIndex:
         used = self.used_keys()
         if more := sorted(set(key_ids).difference(used)):
             self.put_namespaces({USED_KEYS: b"".join(key_id.to_bytes(4, "little") for key_id in (*used, *more))})
+
+    def used_codecs(self) -> list[int]:
+        """Numbers of all codecs that have made blocks smaller.
+
+        Raises:
+            StorageError: LMDB failed.
+        """
+        return list(self._named().get(USED_CODECS, b""))
+
+    def add_used_codecs(self, numbers: Iterable[int]) -> None:
+        """Note that codecs make blocks smaller, durably, before the first of these blocks.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+        used = self.used_codecs()
+        if more := sorted(set(numbers).difference(used)):
+            self.put_namespaces({USED_CODECS: bytes((*used, *more))})
 
     def _named(self) -> dict[bytes, bytes]:
         with self._lock:

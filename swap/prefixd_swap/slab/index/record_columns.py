@@ -173,6 +173,11 @@ class IndexTable:
         return bool((self._namespace[self.readable] == np.frombuffer(namespace, np.uint64)[0]).any())
 
     @property
+    def has_coded(self) -> bool:
+        """Whether a readable row has a coded or an encrypted part."""
+        return any(OF_ANY_SIZE in group.part_bytes for group in self.groups)
+
+    @property
     def in_order(self) -> bool:
         """Whether the keys are strictly ascending; in a damaged index they may not be."""
         columns = [self._namespace.byteswap(), *self._keys.view(">u8").astype(np.uint64).T]

@@ -12,6 +12,8 @@ CHUNK_ROWS = 4096
 
 USED_KEYS = b"keys"
 """The key in `namespaces` of the ids of all keys that have encrypted blocks."""
+USED_CODECS = b"codecs"
+"""The key in `namespaces` of the numbers of all codecs that have made blocks smaller, a byte each."""
 
 Row = tuple[bytes, bytes]
 """A block's key and value."""

@@ -25,7 +25,6 @@ from prefixd.cache.background.prefetches import Prefetches
 from prefixd.cache.background.refused_blocks import RefusedBlocks
 from prefixd.cache.background.scrubber import Scrubber
 from prefixd.cache.background.write_back import WriteBack
-from prefixd.cache.disk.altered_blocks import LOST as ALTERED
 from prefixd.cache.disk.restore import known_namespaces, remove_refused, remove_unused, restore
 from prefixd.cache.index.keys.block_keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.index.trie import Rows, Trie
@@ -179,8 +178,7 @@ class TieredCache:
         restore_pins(store, known, self.trie)
         do_at_once(self.mover.use.count_pinned(self.tries))
         remove_refused(store, restored)
-        if restored.altered:
-            self.mover.lost[ALTERED] += restored.altered
+        self.mover.disk.dropped_altered = restored.altered
         used = {identity for identity, namespace in known.items() if self._tries.has_blocks(namespace)}
         remove_unused(store, stored.keys() - used)
         metadata = self.mover.disk.metadata

@@ -217,7 +217,7 @@ class Quantiles(_message.Message):
     def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p95: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
 
 class StoredStats(_message.Message):
-    __slots__ = ("codec", "stored_bytes", "exact_bytes", "blocks", "saved_bytes", "refused_parts", "altered_blocks", "largest_error", "rms_error", "encoded_bytes", "encode_s", "decoded_bytes", "decode_s")
+    __slots__ = ("codec", "stored_bytes", "exact_bytes", "blocks", "saved_bytes", "refused_parts", "altered_blocks", "largest_error", "rms_error", "encoded_bytes", "encode_s", "decoded_bytes", "decode_s", "dropped_altered_blocks")
     class BlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +245,7 @@ class StoredStats(_message.Message):
     ENCODE_S_FIELD_NUMBER: _ClassVar[int]
     DECODED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_ALTERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     codec: str
     stored_bytes: int
     exact_bytes: int
@@ -258,7 +259,8 @@ class StoredStats(_message.Message):
     encode_s: float
     decoded_bytes: int
     decode_s: float
-    def __init__(self, codec: _Optional[str] = ..., stored_bytes: _Optional[int] = ..., exact_bytes: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., saved_bytes: _Optional[int] = ..., refused_parts: _Optional[_Mapping[str, int]] = ..., altered_blocks: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., largest_error: _Optional[_Iterable[_Union[LabelledValue, _Mapping]]] = ..., rms_error: _Optional[_Iterable[_Union[LabelledValue, _Mapping]]] = ..., encoded_bytes: _Optional[int] = ..., encode_s: _Optional[float] = ..., decoded_bytes: _Optional[int] = ..., decode_s: _Optional[float] = ...) -> None: ...
+    dropped_altered_blocks: int
+    def __init__(self, codec: _Optional[str] = ..., stored_bytes: _Optional[int] = ..., exact_bytes: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., saved_bytes: _Optional[int] = ..., refused_parts: _Optional[_Mapping[str, int]] = ..., altered_blocks: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., largest_error: _Optional[_Iterable[_Union[LabelledValue, _Mapping]]] = ..., rms_error: _Optional[_Iterable[_Union[LabelledValue, _Mapping]]] = ..., encoded_bytes: _Optional[int] = ..., encode_s: _Optional[float] = ..., decoded_bytes: _Optional[int] = ..., decode_s: _Optional[float] = ..., dropped_altered_blocks: _Optional[int] = ...) -> None: ...
 
 class DiskWear(_message.Message):
     __slots__ = ("path", "recent_bytes_per_s", "mean_bytes_per_s", "endurance_bytes", "used_ratio", "left_s")

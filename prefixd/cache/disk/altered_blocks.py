@@ -17,9 +17,6 @@ import numpy.typing as npt
 
 from prefixd_swap import Records
 
-LOST = "altered by a lossy codec that is not wanted any more"
-"""The reason under which the blocks are counted as lost."""
-
 Bools = npt.NDArray[np.bool_]
 
 

@@ -46,6 +46,8 @@ class DiskCopies:
         coder: PartCoder,
     ) -> None:
         self._durable = placement.tiers.durable
+        self.dropped_altered = 0
+        """Blocks that the start has dropped, since lossy codecs had altered them more than is wanted now."""
         self._lock = lock = UrgentLock(urgency_enabled=placement.tiers.transfers.urgency_enabled)
         self.records = records = DiskRecords(placement.tiers, namespaces)
         self.removals = DiskRemovals(placement, records, lock, lambda error: self.health.write_failed(error))

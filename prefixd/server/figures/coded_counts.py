@@ -117,6 +117,7 @@ def stored_stats(
         encode_s=coder.busy_s,
         decoded_bytes=disk.reads.decoded_bytes,
         decode_s=disk.reads.decode_s,
+        dropped_altered_blocks=disk.dropped_altered,
     )
     for (tenant, model), each in counts.by_who(cache.namespaces, models).items():
         labels = {"tenant": tenant, "model": model}

@@ -35,7 +35,9 @@ def round_trip(codec: QuantizedCodec, data: UInt8s, shape: PartShape) -> UInt8s:
 
 def scales_by_numpy(numbers: Float32s, codec: QuantizedCodec) -> Float32s:
     """The largest scale that each number may have: a sixteenth more than its share of what shares the scale."""
-    keys = np.abs(numbers[:, 0]).max(axis=1, keepdims=True) / 127 + np.zeros_like(numbers[:, 0])
+    of_channel = {"axis": 1, "keepdims": True}
+    spread = numbers[:, 0].max(**of_channel) / 2 - numbers[:, 0].min(**of_channel) / 2
+    keys = np.maximum(spread / 119, np.abs(numbers[:, 0]).max(**of_channel) / 231) + np.zeros_like(numbers[:, 0])
     values = np.empty_like(numbers[:, 1])
     channels = numbers.shape[-1]
     group, levels = (channels, 127) if codec.wide_values else (32, 7)
@@ -111,7 +113,7 @@ def test_encoding_is_the_same_for_every_order_of_axes(codec: QuantizedCodec) -> 
     assert len(made) == 1
 
 
-@pytest.mark.parametrize(("tokens", "int8", "k8v4"), [(16, 0.52, 0.40), (64, 0.507, 0.39)])
+@pytest.mark.parametrize(("tokens", "int8", "k8v4"), [(16, 0.527, 0.41), (64, 0.509, 0.39)])
 def test_scales_do_not_eat_the_gain(tokens: int, int8: float, k8v4: float) -> None:
     shape = PartShape("bfloat16", 32, tokens, 8, 128, parts.BY_TOKEN)
     assert CODECS[0].encoded_nbytes(shape) <= int8 * shape.nbytes
@@ -144,6 +146,18 @@ def test_encoded_bytes_of_another_length_are_refused(codec: QuantizedCodec) -> N
         codec.decode(encoded, None, into)
     with pytest.raises(EncodingError, match="cannot be"):
         codec.decode(encoded, SHAPE, into[:-2])
+
+
+def test_keys_that_differ_little_from_token_to_token_lose_less_than_around_zero() -> None:
+    """The reason for centers: slow rotary positions have such channels."""
+    numbers = parts.to_numbers(parts.random_part(SHAPE), SHAPE).copy()
+    numbers[:, 0] = 10 + 0.5 * numbers[:, 0]
+    shape = dataclasses.replace(SHAPE, dtype="float32")
+    keys = parts.to_numbers(round_trip(CODECS[0], data := parts.to_bytes(numbers, shape), shape), shape)[:, 0]
+    exact = parts.to_numbers(data, shape)[:, 0]
+    scale = np.abs(exact).max(axis=1, keepdims=True) / 127
+    around_zero = np.sqrt(((np.rint(exact / scale) * scale - exact) ** 2).mean())
+    assert np.sqrt(((keys - exact) ** 2).mean()) < 0.6 * around_zero
 
 
 def test_int4_with_small_groups_is_more_exact_than_with_whole_heads() -> None:

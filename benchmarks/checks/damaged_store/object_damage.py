@@ -94,12 +94,8 @@ def _damaged(kind: str, target: StoredObject, stored: StoredPaths, rng: random.R
         return target.data[:_VERSION_AT] + bytes([target.data[_VERSION_AT] ^ 3]) + target.data[_VERSION_AT + 1 :]
 
     def other() -> bytes:
-        others = [
-            each.data
-            for block, parts in stored.objects.items()
-            for each in parts
-            if block != target.block and len(each.data) == len(target.data)
-        ]
-        return rng.choice(others)
+        others = [each.data for block, parts in stored.objects.items() if block != target.block for each in parts]
+        alike = [data for data in others if len(data) == len(target.data)]
+        return rng.choice(alike or others)  # coded objects have lengths of their own
 
     return changed(kind, target.data, rng, other, HEAD_BYTES)

@@ -10,10 +10,14 @@ import numpy.typing as npt
 
 from benchmarks.common.daemons import as_the_daemon_has_it
 from benchmarks.sharing.valkey_server import ValkeyObjects
+from prefixd.base.codec_names import CODEC_NAMES
 from prefixd.cache.remote.digests import root_digest
 from prefixd.client import NamespaceSpec
+from prefixd_swap.codecs.coding import Coding
+from prefixd_swap.codecs.registry import find_codec
 from prefixd_swap.stores import NAME_BYTES, object_name
 from prefixd_swap.stores.sealed import Seal
+from prefixd_swap.tiers import coding_label
 
 BlockId = tuple[bytes, bytes]
 """A namespace's id, and the token ids up to a block's end."""
@@ -37,7 +41,7 @@ def block_id(namespace_id: bytes, tokens: npt.NDArray[np.uint32], end: int) -> B
 def read_objects(
     objects: ValkeyObjects, prefixes: Mapping[BlockId, NamespaceSpec], seal: Seal
 ) -> dict[BlockId, list[StoredObject]]:
-    """The objects of these blocks, part after part; of no other.
+    """The objects of these blocks, part after part; of no other. A block has those of one codec.
 
     Args:
         objects: of the store.
@@ -45,11 +49,15 @@ def read_objects(
         seal: the hosts'.
     """
     named: dict[bytes, tuple[BlockId, int]] = {}
+    codings = [None if name == "exact" else Coding(find_codec(name)) for name in CODEC_NAMES]
     for block, spec in prefixes.items():
         keys, width = seal.keys(spec.salt), 4 * spec.block_tokens
         blocks = (block[1][at : at + width] for at in range(0, len(block[1]), width))
         digest = keys.chain(root_digest(keys, as_the_daemon_has_it(spec)), blocks)[-1]
-        named |= {object_name(digest, part): (block, part) for part in range(len(spec.parts))}
+        labels = [coding_label(coding) for coding in codings]
+        named |= {
+            object_name(digest, part, label): (block, part) for part in range(len(spec.parts)) for label in labels
+        }
     found: dict[BlockId, list[StoredObject]] = {}
     names = objects.names()
     for name, data in zip(names, objects.read(names), strict=True):

@@ -42,7 +42,7 @@ from prefixd_swap.slab.files.io import DiskIo
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
 _IOS: tuple[DiskIo, ...] = get_args(DiskIo)
 _BATCHES = 4  # durable batches a round of modes
-_DRIVE_BYTES, _DRIVE_ROUNDS = 256 << 20, 3  # of a prompt on one drive and on two
+_DRIVE_BYTES, _DRIVE_ROUNDS = 64 << 20, 3  # of a prompt on one drive and on two
 _COMPARED = ("store", "load", "scattered_load")
 _DECIMALS = 6  # of GB/s: of a small round on a busy disk three would leave nothing
 
@@ -146,7 +146,7 @@ def reopen(folder: Path, blocks: int) -> dict[str, Any]:
     option("--rounds", 15, "rounds to time"),
     option("--mode-bytes", 128 << 20, "bytes a round of modes", size),
     flag("--modes-only", "compare the values of disk.io alone"),
-    option("--drive-rate", 200 << 20, "bytes a second of each of the two drives", size),
+    option("--drive-rate", 50 << 20, "bytes a second of each of the two drives", size),
     flag("--drives-only", "compare two drives with one alone"),
     option("--blocks", None, "records of the store to open again"),
     option("--folder", None, "where to work, on the disk to measure (the temporary folder)", Path),

@@ -52,13 +52,14 @@ _DRAINING_CALLS = 200
 _RAW_VISITS = 1  # to the sockets, for each batch
 _SETTLE_S = 60.0
 _PREFIXES = 1_000_000  # more than there are
-_SIDECAR: dict[str, object] = {"cpu.bytes": "64MiB", "disk.bytes": "96MiB"}
+_SIDECAR: dict[str, object] = {"cpu.bytes": "64MiB", "disk.bytes": "96MiB", "disk.codec": "int8"}
 _MODEL: dict[str, object] = {
     "worker.embedded": True,
     "gpu.device": "cpu",
     "gpu.bytes": "32MiB",
     "cpu.bytes": "64MiB",
     "disk.bytes": "96MiB",
+    "disk.codec": "lossless",
 }
 _COUNTS: dict[str, object] = {"sessions": 64, "grants": 512, "namespaces": 128, "calls": 32, "waiting_requests": 64}
 _BYTES: dict[str, object] = {

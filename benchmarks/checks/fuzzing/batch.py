@@ -19,6 +19,7 @@ from benchmarks.checks.fuzzing.calls import LOST, Answer, send
 from benchmarks.checks.fuzzing.messages import World, build, corrupt
 from benchmarks.checks.fuzzing.statuses import Method
 from benchmarks.load.world import NAMESPACES
+from prefixd.base.codec_names import CODEC_NAMES
 from prefixd.base.tenancy.tenants import Role
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
@@ -255,6 +256,9 @@ class Batch:
             block_tokens=BLOCK_TOKENS,
             parts=[cache_pb2.Part(group=f"g{rank}", nbytes=nbytes) for rank, nbytes in enumerate(PART_BYTES)],
         )
+        for codec in CODEC_NAMES:
+            world.learn("codec", codec)
+        world.learn("dtype", "bfloat16")
         ended = await self._open_session()
         for who in ("other", "own"):
             session = await self._open_session()

@@ -341,23 +341,25 @@ class AsyncClient:
         found: admin_pb2.FindPrefixResponse = await self._admin("FindPrefix", request)
         return found
 
-    async def inspect(self, key: str, *, text: bool = False) -> admin_pb2.InspectResponse:
+    async def inspect(self, key: str, *, text: bool = False, layers: bool = False) -> admin_pb2.InspectResponse:
         """One prefix, block by block. `key` is the key of its last block, or an unambiguous beginning of it.
 
-        With `text` each block has its text, if a model of the daemon with a tokenizer has computed it. A prefix of more
-        than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is evicted between them.
+        With `text` each block has its text, if a model of the daemon with a tokenizer has computed it. With `layers`
+        the first altered blocks have the errors of each layer, for which the daemon reads them from disk. A prefix of
+        more than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is evicted between
+        them.
         """
-        found = await self._inspect(key, 0, text)
+        found = await self._inspect(admin_pb2.InspectRequest(key=key, text=text, layers=layers))
         same = f"{found.prefix.namespace_id.hex()}/{found.prefix.key}"
         while len(found.blocks) < found.prefix.blocks:
-            page = await self._inspect(same, len(found.blocks), text)
+            request = admin_pb2.InspectRequest(key=same, first_block=len(found.blocks), text=text)
+            page = await self._inspect(request)
             if not page.blocks:
                 raise ServerError(f"the daemon sent {len(found.blocks)} of the {found.prefix.blocks} blocks of {key}")
             found.blocks.extend(page.blocks)
         return found
 
-    async def _inspect(self, key: str, first_block: int, text: bool) -> admin_pb2.InspectResponse:
-        request = admin_pb2.InspectRequest(key=key, first_block=first_block, text=text)
+    async def _inspect(self, request: admin_pb2.InspectRequest) -> admin_pb2.InspectResponse:
         page: admin_pb2.InspectResponse = await self._admin("Inspect", request)
         return page
 

@@ -610,13 +610,15 @@ class Client(Blocking[AsyncClient]):
         """
         return self._portal.run(self._inner.find_prefix(prompt, model=model, namespace_id=namespace_id))
 
-    def inspect(self, key: str, *, text: bool = False) -> admin_pb2.InspectResponse:
+    def inspect(self, key: str, *, text: bool = False, layers: bool = False) -> admin_pb2.InspectResponse:
         """One prefix, block by block. `key` is the key of its last block, or an unambiguous beginning of it.
 
-        With `text` each block has its text, if a model of the daemon with a tokenizer has computed it. A prefix of more
-        than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is evicted between them.
+        With `text` each block has its text, if a model of the daemon with a tokenizer has computed it. With `layers`
+        the first altered blocks have the errors of each layer, for which the daemon reads them from disk. A prefix of
+        more than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is evicted between
+        them.
         """
-        return self._portal.run(self._inner.inspect(key, text=text))
+        return self._portal.run(self._inner.inspect(key, text=text, layers=layers))
 
     def warm(
         self,

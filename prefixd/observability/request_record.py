@@ -162,6 +162,7 @@ class RequestRecord:
         hit_tokens: by tier, the prompt tokens that it used from the cache, by the tier where they lay when it arrived
             (if they came later: where they lay at its turn). None if it never ran.
         blocks: blocks that an engine leased, reserved or committed.
+        altered_blocks: blocks of its prefix of which it got bytes that a lossy codec has altered (`disk.codec`).
         handed_over_s: when the worker got it first; None before.
         first_token_s: its first token; None before.
         ended_s: None while it runs.
@@ -197,6 +198,7 @@ class RequestRecord:
     found_tokens: Sequence[int] = _NOTHING_FOUND
     hit_tokens: Sequence[int] | None = None
     blocks: int = 0
+    altered_blocks: int = 0
     handed_over_s: float | None = None
     first_token_s: float | None = None
     ended_s: float | None = None

@@ -890,7 +890,7 @@ class WhyResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ...) -> None: ...
 
 class RequestInfo(_message.Message):
-    __slots__ = ("id", "client_id", "trace_id", "kind", "method", "tenant", "model", "arrived_unix_s", "age_s", "handed_over_s", "first_token_s", "ended_s", "outcome", "status", "reason", "sequences", "prompt_tokens", "output_tokens", "blocks", "found", "used", "stages", "stages_left_out", "waits", "missing", "decisions", "preempted", "preempted_for", "restarts", "degraded", "uncached", "cause", "sentence", "cause_s")
+    __slots__ = ("id", "client_id", "trace_id", "kind", "method", "tenant", "model", "arrived_unix_s", "age_s", "handed_over_s", "first_token_s", "ended_s", "outcome", "status", "reason", "sequences", "prompt_tokens", "output_tokens", "blocks", "found", "used", "stages", "stages_left_out", "waits", "missing", "decisions", "preempted", "preempted_for", "restarts", "degraded", "uncached", "cause", "sentence", "cause_s", "altered_blocks")
     ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -925,6 +925,7 @@ class RequestInfo(_message.Message):
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
     CAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    ALTERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     id: str
     client_id: str
     trace_id: str
@@ -959,7 +960,8 @@ class RequestInfo(_message.Message):
     cause: str
     sentence: str
     cause_s: float
-    def __init__(self, id: _Optional[str] = ..., client_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., kind: _Optional[str] = ..., method: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., arrived_unix_s: _Optional[float] = ..., age_s: _Optional[float] = ..., handed_over_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., outcome: _Optional[str] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., sequences: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., found: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., used: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageInfo, _Mapping]]] = ..., stages_left_out: _Optional[int] = ..., waits: _Optional[_Iterable[_Union[WaitInfo, _Mapping]]] = ..., missing: _Optional[_Union[MissingInfo, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[LoadDecision, _Mapping]]] = ..., preempted: _Optional[int] = ..., preempted_for: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., degraded: _Optional[_Iterable[str]] = ..., uncached: bool = ..., cause: _Optional[str] = ..., sentence: _Optional[str] = ..., cause_s: _Optional[float] = ...) -> None: ...
+    altered_blocks: int
+    def __init__(self, id: _Optional[str] = ..., client_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., kind: _Optional[str] = ..., method: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., arrived_unix_s: _Optional[float] = ..., age_s: _Optional[float] = ..., handed_over_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., outcome: _Optional[str] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., sequences: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., found: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., used: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageInfo, _Mapping]]] = ..., stages_left_out: _Optional[int] = ..., waits: _Optional[_Iterable[_Union[WaitInfo, _Mapping]]] = ..., missing: _Optional[_Union[MissingInfo, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[LoadDecision, _Mapping]]] = ..., preempted: _Optional[int] = ..., preempted_for: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., degraded: _Optional[_Iterable[str]] = ..., uncached: bool = ..., cause: _Optional[str] = ..., sentence: _Optional[str] = ..., cause_s: _Optional[float] = ..., altered_blocks: _Optional[int] = ...) -> None: ...
 
 class TierTokens(_message.Message):
     __slots__ = ("tier", "tokens")
@@ -1126,8 +1128,54 @@ class GroupInfo(_message.Message):
     blocks: int
     def __init__(self, names: _Optional[_Iterable[str]] = ..., parts: _Optional[int] = ..., rule: _Optional[str] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
+class PrefixStorage(_message.Message):
+    __slots__ = ("stored_bytes", "exact_bytes", "coded_blocks", "altered_blocks", "largest_error", "rms_error")
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CODED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ALTERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    RMS_ERROR_FIELD_NUMBER: _ClassVar[int]
+    stored_bytes: int
+    exact_bytes: int
+    coded_blocks: int
+    altered_blocks: int
+    largest_error: float
+    rms_error: float
+    def __init__(self, stored_bytes: _Optional[int] = ..., exact_bytes: _Optional[int] = ..., coded_blocks: _Optional[int] = ..., altered_blocks: _Optional[int] = ..., largest_error: _Optional[float] = ..., rms_error: _Optional[float] = ...) -> None: ...
+
+class PartErrors(_message.Message):
+    __slots__ = ("part", "codec", "largest_errors", "rms_errors")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    RMS_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    codec: str
+    largest_errors: _containers.RepeatedScalarFieldContainer[float]
+    rms_errors: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, part: _Optional[int] = ..., codec: _Optional[str] = ..., largest_errors: _Optional[_Iterable[float]] = ..., rms_errors: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class BlockStorage(_message.Message):
+    __slots__ = ("stored_bytes", "form", "altered_in_memory", "largest_error", "rms_error", "parts", "unread")
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    ALTERED_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    RMS_ERROR_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
+    stored_bytes: int
+    form: str
+    altered_in_memory: bool
+    largest_error: float
+    rms_error: float
+    parts: _containers.RepeatedCompositeFieldContainer[PartErrors]
+    unread: str
+    def __init__(self, stored_bytes: _Optional[int] = ..., form: _Optional[str] = ..., altered_in_memory: bool = ..., largest_error: _Optional[float] = ..., rms_error: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[PartErrors, _Mapping]]] = ..., unread: _Optional[str] = ...) -> None: ...
+
 class PrefixInfo(_message.Message):
-    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "remote_blocks", "idle_s", "pinned", "held", "groups", "tenant", "hits", "model")
+    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "remote_blocks", "idle_s", "pinned", "held", "groups", "tenant", "hits", "model", "storage")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -1145,6 +1193,7 @@ class PrefixInfo(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
     key: str
     namespace_id: bytes
     namespace_name: str
@@ -1162,7 +1211,8 @@ class PrefixInfo(_message.Message):
     tenant: str
     hits: int
     model: str
-    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., tenant: _Optional[str] = ..., hits: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    storage: PrefixStorage
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., tenant: _Optional[str] = ..., hits: _Optional[int] = ..., model: _Optional[str] = ..., storage: _Optional[_Union[PrefixStorage, _Mapping]] = ...) -> None: ...
 
 class FindPrefixRequest(_message.Message):
     __slots__ = ("text", "token_ids", "model", "namespace_id")
@@ -1227,16 +1277,18 @@ class WarmResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., found: _Optional[_Iterable[_Union[_cache_pb2.TierRun, _Mapping]]] = ..., brought: _Optional[int] = ..., left: _Optional[int] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("key", "first_block", "limit", "text")
+    __slots__ = ("key", "first_block", "limit", "text", "layers")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     key: str
     first_block: int
     limit: int
     text: bool
-    def __init__(self, key: _Optional[str] = ..., first_block: _Optional[int] = ..., limit: _Optional[int] = ..., text: bool = ...) -> None: ...
+    layers: bool
+    def __init__(self, key: _Optional[str] = ..., first_block: _Optional[int] = ..., limit: _Optional[int] = ..., text: bool = ..., layers: bool = ...) -> None: ...
 
 class TierGroups(_message.Message):
     __slots__ = ("tier", "groups")
@@ -1247,7 +1299,7 @@ class TierGroups(_message.Message):
     def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
-    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids", "there", "priority", "priority_s", "text")
+    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids", "there", "priority", "priority_s", "text", "storage")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -1260,6 +1312,7 @@ class BlockInfo(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_S_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
     index: int
     key: str
     tiers: _containers.RepeatedScalarFieldContainer[_cache_pb2.Tier]
@@ -1272,7 +1325,8 @@ class BlockInfo(_message.Message):
     priority: int
     priority_s: float
     text: str
-    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., there: _Optional[_Iterable[_Union[TierGroups, _Mapping]]] = ..., priority: _Optional[int] = ..., priority_s: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
+    storage: BlockStorage
+    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., there: _Optional[_Iterable[_Union[TierGroups, _Mapping]]] = ..., priority: _Optional[int] = ..., priority_s: _Optional[float] = ..., text: _Optional[str] = ..., storage: _Optional[_Union[BlockStorage, _Mapping]] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
     __slots__ = ("prefix", "blocks")
@@ -1393,12 +1447,13 @@ class DamagedBlock(_message.Message):
     def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class VerifyProgress(_message.Message):
-    __slots__ = ("checked_blocks", "total_blocks", "checked_bytes", "damaged_blocks", "dropped_blocks", "damaged", "done")
+    __slots__ = ("checked_blocks", "total_blocks", "checked_bytes", "damaged_blocks", "dropped_blocks", "altered_blocks", "damaged", "done")
     CHECKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHECKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ALTERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     checked_blocks: int
@@ -1406,9 +1461,10 @@ class VerifyProgress(_message.Message):
     checked_bytes: int
     damaged_blocks: int
     dropped_blocks: int
+    altered_blocks: int
     damaged: _containers.RepeatedCompositeFieldContainer[DamagedBlock]
     done: bool
-    def __init__(self, checked_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[DamagedBlock, _Mapping]]] = ..., done: bool = ...) -> None: ...
+    def __init__(self, checked_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., altered_blocks: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[DamagedBlock, _Mapping]]] = ..., done: bool = ...) -> None: ...
 
 class ResizeTierRequest(_message.Message):
     __slots__ = ("tier", "nbytes", "wait_s")

@@ -61,6 +61,8 @@ class ScrubProgress:
     checked_blocks: int = 0
     checked_bytes: int = 0
     damaged_blocks: int = 0
+    altered_blocks: int = 0
+    """Checked blocks that a lossy codec has altered."""
     dropped_blocks: int = 0
     """Damaged blocks and their descendants."""
     damaged: list[Damage] = field(default_factory=list)
@@ -248,6 +250,7 @@ class Scrubber:
         for counts in (self.counters, progress):
             counts.checked_blocks += sum(any(record.parts) for record in expected)
             counts.checked_bytes += sum(round_to_slot(part.nbytes) for each in expected for part in each.parts if part)
+        progress.altered_blocks += sum(record.errors is not None for record in expected)
         progress.unreadable += [blocks[at] for at, error in suspects.items() if _is_device_failure(error)]
         doubtful = [blocks[at] for at, error in suspects.items() if not _is_device_failure(error)]
         if len(suspects) < len(blocks) or doubtful:

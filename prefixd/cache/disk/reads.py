@@ -117,6 +117,15 @@ class DiskReads:
 
     async def reread(self, trie: Trie, row: int) -> StorageError | None:
         """Reads a block into scratch memory. Returns the error, or None if the block is good."""
+        outcome = await self.read_aside(trie, row, Urgency.DEMAND)
+        if isinstance(outcome, StorageError) or not isinstance(outcome, SwapError):
+            return outcome if isinstance(outcome, StorageError) else None
+        raise outcome
+
+    async def read_aside(
+        self, trie: Trie, row: int, urgency: Urgency = Urgency.SCRUB
+    ) -> DecodedParts | SwapError | None:
+        """Reads a block into scratch memory; returns its error, or what was decoded, None if all its parts are raw."""
         store, here = self._store, np.array([row])
         scratch = [np.empty(nbytes, np.uint8) for nbytes in trie.part_bytes]
         addresses = np.array([[buffer.ctypes.data for buffer in scratch]], np.int64)
@@ -126,10 +135,8 @@ class DiskReads:
             *self._names(trie, here, range(len(trie.part_bytes))),
         )
         with self._placement.holds.hold("disk probe", trie, here, store):
-            (outcome,) = await store.read(loads, Urgency.DEMAND)
-        if isinstance(outcome, StorageError) or not isinstance(outcome, SwapError):
-            return outcome if isinstance(outcome, StorageError) else None
-        raise outcome
+            (outcome,) = await store.read(loads, urgency)
+        return outcome
 
     def _judge(
         self, trie: Trie, rows: Rows, outcomes: Sequence[DecodedParts | SwapError | None]

@@ -81,6 +81,13 @@ class CodedColumns(PriorityColumns):
             self.has_coded = True
             self.decoded[rows] |= groups
 
+    def count_decoded(self, rows: Rows, wanted: GroupMask | None = None) -> int:
+        """How many of `rows` have, of their `wanted` groups (all by default), bytes in memory from a lossy copy."""
+        if not self.has_coded:
+            return 0
+        decoded = self.decoded[rows] if wanted is None else self.decoded[rows] & wanted
+        return int(np.count_nonzero(decoded))
+
     def stored_checksums(self, rows: Rows) -> UInt64s:
         """[m, parts]: checksums of what is stored on disk, raw or coded."""
         if not self.has_coded:

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from prefixd.v1 import admin_pb2
 
 LS_EXAMPLES = examples("prefixd ls --limit 20", "prefixd ls --by hits", "prefixd ls --by size --namespace llama-3")
-INSPECT_EXAMPLES = examples("prefixd inspect 9f86d081", 'prefixd inspect --prompt "You are helpful." --text')
+INSPECT_EXAMPLES = examples(
+    "prefixd inspect 9f86d081",
+    "prefixd inspect 9f86d081 --layers",
+    'prefixd inspect --prompt "You are helpful." --text',
+)
 PIN_EXAMPLES = examples(
     "prefixd pin 9f86d081",
     "prefixd pin --prompt-file system_prompt.txt",
@@ -83,16 +87,25 @@ def inspect_command(
         bool,
         typer.Option("--text", help="Show each block's text, if the daemon has the tokenizer that made its tokens."),
     ] = False,
+    layers: Annotated[
+        bool,
+        typer.Option("--layers", help="Show the errors of each layer, of blocks that a lossy codec has altered."),
+    ] = False,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Show one prefix block by block: key, tiers, size, number of blocks that continue it, pins and holds."""
+    """Show one prefix block by block: key, tiers, size, number of blocks that continue it, pins and holds.
+
+    Where a codec has made blocks on disk smaller, also what is stored of them. Errors of blocks that a lossy codec has
+    altered are relative to the root mean square of a layer's keys, or values: the largest of a number, and the largest
+    RMS of a layer. --layers reads the first 64 such blocks from disk.
+    """
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output.tables import prefix_tables as render
 
     async def ask() -> None:
         async with connected(address) as client:
-            answer = await client.inspect(await named.key_in(client), text=text)
+            answer = await client.inspect(await named.key_in(client), text=text, layers=layers)
         if text and not any(block.HasField("text") for block in answer.blocks):
             typer.echo("prefixd: the daemon has no tokenizer for this prefix; --tokens shows its token ids", err=True)
         if as_json:

@@ -14,6 +14,7 @@ from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.cache.rules import GroupMask
+from prefixd.server.prefixes.coded_info import CodedSums, add_layers, block_storage
 from prefixd.server.prefixes.prefix_keys import Prefix, find_prefix
 from prefixd.v1 import admin_pb2 as pb
 
@@ -42,7 +43,7 @@ async def describe(
     """
     trie, row = prefix.trie, prefix.row
     by_tier = np.zeros(TIERS + 1, np.int64)
-    groups = GroupCounts(trie)
+    groups, storage = GroupCounts(trie), CodedSums(trie)
     blocks = held = 0
     async with aclosing(prefix.upwards(pacer)) as steps:
         async for rows in steps:
@@ -51,6 +52,7 @@ async def describe(
             blocks += len(rows)
             by_tier += np.bincount(trie.nearest[rows], minlength=TIERS + 1)
             groups.add(rows)
+            storage.add(rows)
             held = max(held, int(trie.holds[rows].max(axis=2).sum(axis=1).max()))
     await pacer.worked(_SUMMARY_WORK)
     if not prefix.there:
@@ -74,6 +76,7 @@ async def describe(
         groups=groups.describe(namespace),
         tenant=namespace.spec.tenant,
         hits=int(trie.hits[row]),
+        storage=storage.describe(),
     )
 
 
@@ -92,7 +95,8 @@ async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.I
     info = await describe(cache, prefix, pacer, parts)
     path = np.concatenate(parts)[::-1]
     blocks, now_s = [], cache.clock()
-    for index, row in enumerate(path[request.first_block : request.first_block + limit].tolist(), request.first_block):
+    page = path[request.first_block : request.first_block + limit]
+    for index, row in enumerate(page.tolist(), request.first_block):
         if not prefix.there:
             raise NotFoundError(f"prefix {request.key} was evicted while it was looked at; `prefixd ls` shows the rest")
         blocks.append(
@@ -108,10 +112,14 @@ async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.I
                 there=groups_by_tier(trie, row),
                 priority=int(trie.priorities(path[index : index + 1], now_s)[0]),
                 priority_s=_seconds_left(float(trie.priority_until[row]), now_s),
+                storage=block_storage(trie, row),
             )
         )
         await pacer.worked(_BLOCK_WORK + trie.block_tokens // _TOKENS_A_PIECE)
-    return pb.InspectResponse(prefix=info, blocks=blocks)
+    answer = pb.InspectResponse(prefix=info, blocks=blocks)
+    if request.layers:
+        await add_layers(cache, trie, page, answer)
+    return answer
 
 
 class GroupCounts:

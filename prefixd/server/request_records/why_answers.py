@@ -90,6 +90,7 @@ class WhyAnswers:
             prompt_tokens=record.prompt_tokens,
             output_tokens=record.output_tokens,
             blocks=record.blocks,
+            altered_blocks=record.altered_blocks,
             found=_by_tier(record.found_tokens),
             used=_by_tier(record.hit_tokens or ()),
             stages=[_stage(record, stage) for stage in record.stages],

@@ -350,6 +350,7 @@ def _progress(progress: ScrubProgress) -> pb.VerifyProgress:
         total_blocks=progress.total_blocks,
         checked_bytes=progress.checked_bytes,
         damaged_blocks=progress.damaged_blocks,
+        altered_blocks=progress.altered_blocks,
         dropped_blocks=progress.dropped_blocks,
         damaged=[
             pb.DamagedBlock(key=damage.identity[1].hex(), namespace_id=damage.identity[0], reason=str(damage.error))

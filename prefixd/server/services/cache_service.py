@@ -181,7 +181,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             lease = await cache.acquire(session, namespace, chain, _asked(request, parts, request.ttl_s), matched)
             blocks = 0 if lease is None else len(lease.hold.rows)
             watch.complete = lease is not None and blocks == watch.blocks
-            lookup.leased(blocks)
+            lookup.leased(lease)
         response = pb.AcquireResponse(
             first_block=request.first_block, estimate=watch.estimate, cached_blocks=watch.cached_blocks
         )
@@ -328,7 +328,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             cache.acquire(session, namespace, chain, asked, matched),
             partial(give_back, cache),
         )
-        lookup.leased(0 if lease is None else len(lease.rows))
+        lookup.leased(lease)
         header = pb.GetHeader(first_block=request.first_block, cached_blocks=cached_blocks)
         if lease is None:
             await send(pb.GetResponse(header=header))

@@ -10,7 +10,7 @@ from types import TracebackType
 import numpy as np
 
 from prefixd.base.tiers import Tier
-from prefixd.cache import Namespace, Session, TieredCache
+from prefixd.cache import Lease, Namespace, Session, TieredCache
 from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import NONE
 from prefixd.cache.moving.beginnings import Reader
@@ -145,8 +145,12 @@ class Lookup:
                 StageName.LOAD, now_s, tier=tier, blocks=blocks, bytes=nbytes, urgency="demand"
             )
 
-    def leased(self, blocks: int) -> None:
-        """So many blocks are leased; those behind them are not read."""
+    def leased(self, lease: Lease | None) -> None:
+        """The blocks of the lease are held; those behind them are not read."""
+        blocks = 0
+        if lease is not None:
+            blocks = len(lease.rows)
+            self._record.altered_blocks = lease.trie.count_decoded(lease.rows, lease.hold.wanted)
         complete = blocks == len(self._tiers)
         self._record.blocks = blocks
         self._record.hit_tokens = self._record.found_tokens if complete else self._by_tier(blocks)

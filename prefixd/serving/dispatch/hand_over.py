@@ -125,6 +125,7 @@ class HandOver:
         record.handed_over_s = record.handed_over_s or now_s
         if not request.resumed:
             self._count_hits(request, len(rows))
+            record.altered_blocks = max(record.altered_blocks, request.trie.count_decoded(rows))
             if len(rows):
                 request.trie.hits[rows[-1]] += 1
         computed = request.chain.tokens - len(rows) * request.trie.block_tokens

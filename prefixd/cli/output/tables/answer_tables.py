@@ -247,6 +247,8 @@ def print_verification(
     out = console()
     rate = as_size(int(progress.checked_bytes / max(elapsed_s, 1e-3)))
     read = f"{progress.checked_blocks:,} blocks, {as_size(progress.checked_bytes)} in {duration(elapsed_s)} ({rate}/s)"
+    if progress.altered_blocks:
+        read += f", of which a lossy codec has altered {progress.altered_blocks:,}"
     if not damaged:
         out.print(f"{read}: [green]all in order[/]")
         return

@@ -10,6 +10,7 @@ from prefixd.base.rules.rules import FULL_ATTENTION
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import QUOTA_TIERS, Tier
 from prefixd.cli.output.tables.grid import console, duration, table, tier_name
+from prefixd.cli.output.tables.stored_text import errors_text, layer_table, percent
 from prefixd.cli.output.terminal import cleaned
 from prefixd.v1 import admin_pb2
 
@@ -22,7 +23,9 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int, *, by_h
     prefixes = [cleaned(prefix) for prefix in prefixes]
     tiers = (*QUOTA_TIERS, *([Tier.REMOTE.label] if any(prefix.remote_blocks for prefix in prefixes) else []))
     hits = ("hits",) if any(prefix.hits for prefix in prefixes) else ()
-    numbers = ("tokens", "size", *tiers, *hits, "idle")
+    coded = any(prefix.storage.altered_blocks or prefix.storage.coded_blocks for prefix in prefixes)
+    stored = ("stored", "error") if coded else ()
+    numbers = ("tokens", "size", *stored, *tiers, *hits, "idle")
     groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
     tenants = ("tenant",) if len({prefix.tenant for prefix in prefixes}) > 1 else ()
     made = table("prefix", *tenants, "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
@@ -38,6 +41,7 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int, *, by_h
             Text(f"{name}{which}"),
             f"{prefix.tokens:,}",
             as_size(prefix.nbytes),
+            *([as_size(prefix.storage.stored_bytes), _error(prefix.storage.largest_error)] if stored else []),
             *(str(getattr(prefix, f"{tier}_blocks") or "-") for tier in tiers),
             *([f"{prefix.hits:,}" if prefix.hits else "-"] if hits else []),
             duration(prefix.idle_s),
@@ -63,6 +67,10 @@ def _namespace_name(prefix: admin_pb2.PrefixInfo) -> str:
     """Returns the model's name, or the name that an engine gave."""
     images = "-images" if prefix.namespace_name.endswith("-images") else ""
     return f"{prefix.model}{images}" if prefix.model else prefix.namespace_name
+
+
+def _error(largest: float) -> str:
+    return percent(largest) if largest else "-"
 
 
 def _marks(pinned: bool, held: int) -> str:
@@ -97,6 +105,8 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool, tex
         f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {as_size(prefix.nbytes)}, "
         f"idle {duration(prefix.idle_s)}{hits}"
     )
+    if prefix.storage.coded_blocks or prefix.storage.altered_blocks:
+        out.print(_storage(prefix.storage))
     if _has_rules(prefix.groups):
         for group in prefix.groups:
             each = f"{as_size(group.block_bytes)} a block, {group.blocks} of {prefix.blocks} blocks"
@@ -106,19 +116,44 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool, tex
     places = [_group_name(group) for group in prefix.groups] if by_group else ["tiers"]
     text = text and any(block.HasField("text") for block in inspection.blocks)
     more = (*(["token ids"] if tokens else []), *(["text"] if text else []))
-    made = table("block", "key", *places, "size", "children", "", *more, right=numbers, fold=more)
+    coded = any(block.HasField("storage") for block in inspection.blocks)
+    stored = ("stored", "error") if coded else ()
+    made = table("block", "key", *places, "size", *stored, "children", "", *more, right=(*numbers, *stored), fold=more)
     for block in inspection.blocks:
         made.add_row(
             str(block.index),
             block.key[:KEY_DIGITS],
             *(_tier_names_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
             as_size(block.nbytes),
+            *(_stored_and_error(block) if stored else []),
             str(block.children),
             ", ".join(filter(None, [_marks(block.pinned, block.held), _priority(block)])),
             *([" ".join(map(str, block.token_ids))] if tokens else []),
             *([Text(block.text)] if text else []),
         )
     out.print(made)
+    if (layers := layer_table(inspection.blocks)) is not None:
+        out.print(layers)
+    for block in inspection.blocks:
+        if block.storage.unread:
+            out.print(Text(f"block {block.index} could not be read: {block.storage.unread}", style="red"))
+
+
+def _storage(storage: admin_pb2.PrefixStorage) -> str:
+    """Returns `on disk: 1.0 MiB stored of 2.0 MiB; 3 blocks altered, largest error 1.6% (RMS 0.7%)`."""
+    line = f"on disk: {as_size(storage.stored_bytes)} stored of {as_size(storage.exact_bytes)}"
+    if not storage.altered_blocks:
+        return f"{line}; all exact when read"
+    blocks = "1 block" if storage.altered_blocks == 1 else f"{storage.altered_blocks:,} blocks"
+    return f"{line}; {blocks} altered by a lossy codec, {errors_text(storage.largest_error, storage.rms_error)}"
+
+
+def _stored_and_error(block: admin_pb2.BlockInfo) -> list[str]:
+    """Returns a block's stored bytes and largest error; `-` where it is stored as it is, or is exact."""
+    if not block.HasField("storage"):
+        return ["-", "-"]
+    storage = block.storage
+    return [as_size(storage.stored_bytes) if storage.form else "-", _error(storage.largest_error)]
 
 
 def _priority(block: admin_pb2.BlockInfo) -> str:

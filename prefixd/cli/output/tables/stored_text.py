@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
 from prefixd.base.sizes import as_size
+from prefixd.cli.output.tables.grid import table
 from prefixd.v1 import admin_pb2
 
 
@@ -26,4 +32,29 @@ def stored_line(stored: admin_pb2.StoredStats) -> str | None:
 
 def errors_text(largest: float, rms: float) -> str:
     """Returns `largest error 0.9% (RMS 0.4%)`; both are relative to the RMS of a layer."""
-    return f"largest error {largest * 100:.3g}% (RMS {rms * 100:.3g}%)"
+    return f"largest error {percent(largest)} (RMS {percent(rms)})"
+
+
+def percent(error: float) -> str:
+    """Returns an error for people: `1.62%`."""
+    return f"{error * 100:.3g}%"
+
+
+def layer_table(blocks: Iterable[admin_pb2.BlockInfo]) -> Table | None:
+    """Returns the largest errors of each layer of all blocks that were read for that; None if none was."""
+    worst: dict[tuple[int, int], tuple[float, float]] = {}
+    codecs: dict[int, set[str]] = {}
+    for part in (part for block in blocks for part in block.storage.parts):
+        codecs.setdefault(part.part, set()).add(part.codec)
+        for layer, errors in enumerate(zip(part.largest_errors, part.rms_errors, strict=False)):
+            before = worst.get((part.part, layer), (0.0, 0.0))
+            worst[part.part, layer] = max(errors[0], before[0]), max(errors[1], before[1])
+    if not worst:
+        return None
+    parts = ("part",) if len(codecs) > 1 else ()
+    columns = (*parts, "layer", "codec", "largest error", "RMS error")
+    made = table(*columns, right=(*parts, "layer", "largest error", "RMS error"))
+    for (at, layer), (largest, rms) in sorted(worst.items()):
+        number = [str(at)] if parts else []
+        made.add_row(*number, str(layer), Text(", ".join(sorted(codecs[at]))), percent(largest), percent(rms))
+    return made

@@ -127,6 +127,8 @@ def _lines(request: pb.RequestInfo) -> Iterator[str]:
     if request.prompt_tokens:
         yield f"prompt      {request.prompt_tokens:,} tokens, {request.output_tokens:,} generated"
         yield f"cached      {_tiers(request.found)} when it came; used: {_tiers(request.used)}"
+    if request.altered_blocks:
+        yield f"altered     {request.altered_blocks:,} blocks were loaded from copies that a lossy codec has altered"
     if request.HasField("missing"):
         yield from _missing(request.missing)
     for decision in request.decisions:

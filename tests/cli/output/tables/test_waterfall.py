@@ -64,6 +64,7 @@ REQUEST = pb.RequestInfo(
     preempted=1,
     preempted_for=["request r9 of tenant c"],
     restarts=1,
+    altered_blocks=12,
     degraded=["disk tier"],
     cause="evicted",
     sentence="The first token came after 2.00 s.",

@@ -50,6 +50,7 @@ from prefixd.server.services.admin_service import AdminService
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.server.services.inference_service import InferenceService
 from prefixd.server.settings_reload import SettingsReload
+from prefixd.server.startup.codec_warm_up import warm_up_codecs
 from prefixd.server.startup.compute_device import resolve_device
 from prefixd.server.startup.exclusive_use import lock_directory, remove_stale_socket
 from prefixd.server.startup.set_aside_index import SetAsideCheck
@@ -219,6 +220,7 @@ class Daemon:
         self.cache = cache = open_cache(settings, device, arena, store, self._tenants, troubles, stack)
         if store is not None:
             self._watch_set_aside(store)
+        self._tasks.start_figures(warm_up_codecs(settings, store), "codecs")
         self._tasks.watch(cache.start())
         stack.push_async_callback(cache.close)
         stack.push_async_callback(finish_work)

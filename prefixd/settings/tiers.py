@@ -190,7 +190,8 @@ class DiskSettings(Section):
     half of the bytes of 16 bits; "k8v4": keys in 8 bits, values in 4. The last two alter the model's output a little;
     each block carries the error that was measured when it was written. They are for keys and values whose layout the
     engine states (vLLM, SGLang and prefixd's own worker do); other bytes are stored as with "lossless". A tenant's
-    codec comes before this one, and a client's before both. A change counts for blocks that are written afterwards."""
+    codec comes before this one, and a client's before both. A change counts for blocks that are written afterwards.
+    Blocks that a lossy codec has altered are dropped at the start where "exact" or "lossless" counts for them now."""
     codec_error: CodecError | None = None
     """The largest error of a lossy codec: the root mean square of the differences in a layer's keys, relative to that
     of the keys, and likewise of its values; for example 0.01. A block with a larger one is stored as it is. By default

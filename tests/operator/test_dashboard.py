@@ -25,8 +25,9 @@ _MAY_LACK = (
     "prefixd_prefetch_lead_",
     "prefixd_remote_",
     "prefixd_ghost_",
+    "prefixd_disk_codec_",
 )
-"""Metrics that a young and healthy daemon without prefetches and without a shared store may not have."""
+"""Metrics that a young and healthy daemon without prefetches, a shared store and a lossy codec may not have."""
 
 
 def wait_for(server: Prometheus, expression: str) -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import Tier
 from prefixd.cli.output.tables.grid import duration, tier_name
+from prefixd.cli.output.tables.stored_text import stored_words
 from prefixd.cli.top.daemon_watch import Snapshot
 from prefixd.v1 import admin_pb2 as pb
 
@@ -129,7 +130,8 @@ def work(stats: pb.StatsResponse) -> Text:
     written = f"to write {as_size(stats.write_back.queued_bytes)}"
     lost = sum(stats.lost_blocks.values())
     words = [loads] if queue.load_decisions else []
-    return Text(f"{line}\n{'  '.join([*words, written, *([f'lost blocks {short(lost)}'] if lost else [])])}")
+    saved = stored_words(stats.stored)
+    return Text(f"{line}\n{'  '.join([*words, written, *saved, *([f'lost blocks {short(lost)}'] if lost else [])])}")
 
 
 # -- panes --------------------------------------------------------------------------------------------------------

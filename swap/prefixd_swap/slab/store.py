@@ -439,6 +439,14 @@ class SlabStore:
         parent = table.link()
         return table.records(prefix_closed(table.depth, parent, table.readable), parent)
 
+    def used_codecs(self) -> list[int]:
+        """Numbers of the codecs that have made blocks smaller.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+        return self._index.used_codecs()
+
     def encryption(self) -> Encryption:
         """Which keys encrypt the blocks.
 

@@ -15,19 +15,38 @@ from prefixd.v1 import admin_pb2
 def stored_line(stored: admin_pb2.StoredStats) -> str | None:
     """Returns what codecs save on disk: `disk: 412.0 GiB stored of 803.0 GiB (int8, saved 49%), largest error 0.9% (RMS
     0.4%)`; None where no codec is chosen and none was."""
-    if stored.codec in ("", "exact") and not (stored.blocks.get("coded", 0) or stored.altered_blocks):
+    if not _uses_codecs(stored):
         return None
-    saved = max(1 - stored.stored_bytes / stored.exact_bytes, 0.0) if stored.exact_bytes else 0.0
     line = f"disk: {as_size(stored.stored_bytes)} stored of {as_size(stored.exact_bytes)}"
-    line += f" ({stored.codec}, saved {saved:.0%})"
-    largest = max((each.value for each in stored.largest_error), default=0.0)
-    rms = max((each.value for each in stored.rms_error), default=0.0)
-    if largest:
-        line += f", {errors_text(largest, rms)}"
+    line += f" ({stored.codec}, saved {_saved(stored):.0%})"
+    if stored.altered_blocks:
+        line += f", {errors_text(*_errors(stored))}"
     if refused := sum(stored.refused_parts.values()):
         reasons = ", ".join(f"{name} {count:,}" for name, count in sorted(stored.refused_parts.items()))
         line += f"; {refused:,} parts stayed as they are ({reasons})"
     return line
+
+
+def stored_words(stored: admin_pb2.StoredStats) -> list[str]:
+    """Returns the same in a few words: `disk saves 49%`, `error 1.62%`; nothing where `stored_line` says nothing."""
+    if not _uses_codecs(stored):
+        return []
+    altered = [f"error {percent(_errors(stored)[0])}"] if stored.altered_blocks else []
+    return [f"disk saves {_saved(stored):.0%}", *altered]
+
+
+def _uses_codecs(stored: admin_pb2.StoredStats) -> bool:
+    return stored.codec not in ("", "exact") or bool(stored.blocks.get("coded", 0) or stored.altered_blocks)
+
+
+def _saved(stored: admin_pb2.StoredStats) -> float:
+    return max(1 - stored.stored_bytes / stored.exact_bytes, 0.0) if stored.exact_bytes else 0.0
+
+
+def _errors(stored: admin_pb2.StoredStats) -> tuple[float, float]:
+    """The largest error of all tenants and models, and the largest RMS."""
+    largest, rms = (max((one.value for one in each), default=0.0) for each in (stored.largest_error, stored.rms_error))
+    return largest, rms
 
 
 def errors_text(largest: float, rms: float) -> str:

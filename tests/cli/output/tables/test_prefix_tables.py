@@ -38,9 +38,8 @@ def test_what_a_codec_has_made_of_a_prefix_is_shown(capsys: pytest.CaptureFixtur
     assert "stored" not in capsys.readouterr().out, "all is exact"
     info.storage.CopyFrom(ALTERED)
     print_prefixes([info, prefix(b"\1", "llama")], 2)
-    header, altered, exact = (
-        line for line in capsys.readouterr().out.splitlines() if "llama" in line or "stored" in line
-    )
+    lines = capsys.readouterr().out.splitlines()
+    header, altered, exact = (line for line in lines if "llama" in line or "stored" in line)
     assert "error" in header and "1.0 MiB" in altered and "1.62%" in altered and "1.62%" not in exact
 
 
@@ -54,9 +53,7 @@ def test_an_inspection_says_how_far_blocks_are_from_the_exact_ones(capsys: pytes
     blocks = [pb.BlockInfo(index=0, storage=storage), pb.BlockInfo(index=1, storage=other), pb.BlockInfo(index=2)]
     print_inspection(pb.InspectResponse(prefix=info, blocks=blocks), tokens=False)
     out = capsys.readouterr().out
-    assert (
-        "on disk: 1.0 MiB stored of 2.0 MiB; 2 blocks altered by a lossy codec, largest error 1.62% (RMS 0.7%)" in out
-    )
+    assert "on disk: 1.0 MiB stored of 2.0 MiB; 2 blocks altered by a lossy codec, largest error 1.62%" in out
     assert "512.0 KiB" in out and "block 1 could not be read: a read failed" in out
     layers = [line.split() for line in out.splitlines() if "int8, k8v4" in line]
     assert layers == [["0", "int8,", "k8v4", "30%", "10%"], ["1", "int8,", "k8v4", "1.62%", "0.7%"]]

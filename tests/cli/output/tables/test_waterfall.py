@@ -90,6 +90,7 @@ def test_a_request_is_explained(
         "500.0 ms: all places taken (worker.max_running)",
         "100.0 ms after its first token: gave its memory to others",
         "for request r9 of tenant c",
+        "12 blocks were loaded from copies that a lossy codec has altered",
         "disk tier when it came",
         "blocks=10 bytes=1.0 MiB outcome=given_up tier=disk",
     ):

@@ -1,0 +1,51 @@
+"""Compiles codecs when the daemon starts, so that the first block does not wait for that."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from prefixd.base.clocks import elapsed_s
+from prefixd.base.codec_names import CODEC_NAMES
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.long_work.steps import in_thread
+from prefixd.settings import Settings
+from prefixd_swap import SlabStore, SwapError
+from prefixd_swap.codecs.registry import NAMES
+from prefixd_swap.codecs.warm_up import warm_up
+
+log = logging.getLogger(__name__)
+
+
+def codecs_in_use(settings: Settings, store: SlabStore | None) -> list[str]:
+    """The codecs that the settings name for tiers and tenants, and those of blocks on disk, but for `exact`.
+
+    A codec that only a client names is compiled at its first block.
+
+    Raises:
+        StorageError: the index cannot be read.
+    """
+    wanted = {*settings.codecs.values()}
+    if settings.disk.bytes:
+        wanted.add(settings.disk.codec)
+    if settings.remote.url is not None:
+        wanted.add(settings.remote.codec)
+    on_disk = set[str]() if store is None else {NAMES[number] for number in store.used_codecs() if number in NAMES}
+    return [name for name in CODEC_NAMES if name != "exact" and name in wanted | on_disk]
+
+
+async def warm_up_codecs(settings: Settings, store: SlabStore | None) -> None:
+    """Compiles the codecs in use in a thread: some seconds the first time, and a tenth of one later.
+
+    A failure is logged: then the first blocks wait.
+    """
+    begun_s = elapsed_s()
+    try:
+        names = codecs_in_use(settings, store)
+        if not names:
+            return
+        await in_thread(partial(warm_up, names))
+    except (ExhaustedError, SwapError) as error:
+        log.warning("codecs are compiled when their first block comes, which then waits: %s", error)
+        return
+    log.info("codecs are compiled (%s) after %.1f s", ", ".join(names), elapsed_s() - begun_s)

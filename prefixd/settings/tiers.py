@@ -225,10 +225,10 @@ class RemoteSettings(Section):
     encryption_key_file: AbsolutePath | None = None
     """File (mode 0600) with a key of 16 bytes or more, the same on all hosts: it encrypts the blocks in the store."""
     codec: CodecName = "exact"
-    """How this host writes blocks to the store, as disk.codec. It also reads what other hosts have written with other
-    codecs: give all hosts of a store the same."""
+    """How this host writes blocks to the store and looks for them there, as disk.codec. Give all hosts of a store the
+    same: blocks of each codec have names of their own there, which hosts with another codec do not find."""
     codec_error: CodecError | None = None
-    """As disk.codec_error."""
+    """As disk.codec_error. Blocks of each bound have names of their own, too."""
     share: Literal["all", "reused", "pinned", "none"] = "all"
     """Blocks that this host writes to the store. all: every block. reused: blocks that were asked for again. pinned:
     pinned prefixes. none: this host only reads."""

@@ -329,7 +329,7 @@ class WriteBackStats(_message.Message):
     def __init__(self, queued_blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., written_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., pushed_back_calls: _Optional[int] = ...) -> None: ...
 
 class RemoteStats(_message.Message):
-    __slots__ = ("store", "asked_prompts", "asked_objects", "found_blocks", "remembered_prompts", "unanswered_prompts", "answer_s", "read_bytes", "written_bytes", "shared_blocks", "bad_objects", "failures", "copied_bytes", "known_blocks")
+    __slots__ = ("store", "asked_prompts", "asked_objects", "found_blocks", "remembered_prompts", "unanswered_prompts", "answer_s", "read_bytes", "written_bytes", "shared_blocks", "bad_objects", "failures", "copied_bytes", "known_blocks", "saved_bytes")
     class BadObjectsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +351,7 @@ class RemoteStats(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     KNOWN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     store: str
     asked_prompts: int
     asked_objects: int
@@ -365,7 +366,8 @@ class RemoteStats(_message.Message):
     failures: int
     copied_bytes: int
     known_blocks: int
-    def __init__(self, store: _Optional[str] = ..., asked_prompts: _Optional[int] = ..., asked_objects: _Optional[int] = ..., found_blocks: _Optional[int] = ..., remembered_prompts: _Optional[int] = ..., unanswered_prompts: _Optional[int] = ..., answer_s: _Optional[float] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., bad_objects: _Optional[_Mapping[str, int]] = ..., failures: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., known_blocks: _Optional[int] = ...) -> None: ...
+    saved_bytes: int
+    def __init__(self, store: _Optional[str] = ..., asked_prompts: _Optional[int] = ..., asked_objects: _Optional[int] = ..., found_blocks: _Optional[int] = ..., remembered_prompts: _Optional[int] = ..., unanswered_prompts: _Optional[int] = ..., answer_s: _Optional[float] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., bad_objects: _Optional[_Mapping[str, int]] = ..., failures: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., known_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
 
 class KvEventStats(_message.Message):
     __slots__ = ("events", "batches", "overruns", "subscriptions")

@@ -53,7 +53,9 @@ def test_a_cold_host_finds_coded_blocks(tmp_path: Path, kind: str, monkeypatch: 
             a.client.register(UNSAID).store(unsaid.whole, content(unsaid))
             exact = sum(content(prompt).nbytes for prompt in (*prompts, unsaid))
             a.wait_until_shared(sum(prompt.blocks for prompt in (*prompts, unsaid)))
-            assert 0.5 * exact < a.client.stats().remote.written_bytes < 0.75 * exact
+            written = a.client.stats().remote
+            assert 0.5 * exact < written.written_bytes < 0.75 * exact
+            assert written.written_bytes + written.saved_bytes == exact
         with host(tmp_path / "b", url, **settings) as b:
             for prompt in prompts:
                 there, got = load(b, prompt, prompt.spec)

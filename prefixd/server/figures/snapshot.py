@@ -203,6 +203,7 @@ class Snapshot:
             answer_s=remote.lookups.answer_s,
             read_bytes=tier.read_bytes,
             written_bytes=tier.written_bytes,
+            saved_bytes=tier.saved_bytes,
             shared_blocks=remote.sharing.written,
             bad_objects=dict(tier.bad_objects),
             failures=remote.health.failures,

@@ -50,7 +50,7 @@ LEAST_WINS = 1
 WORST_ABANDONED = 1.2
 _SHORT_S = 0.25
 _MORE_REPEATS = 3
-"""Where all three take less than so long, so many times as many repeats: a tenth of that is less than the noise."""
+"""Where all take less than so long, so many times as many repeats: a tenth of that is less than the noise."""
 _SLOW = DiskRate(bytes_per_s=1e6)
 _FAST_TO_SLOW = "2000:0,2000:50,500:5,200:0,100:0,50:10,20:0,20:50"
 
@@ -78,12 +78,13 @@ class Point:
 
 
 class Subject:
-    """A daemon and its prompts."""
+    """A daemon and its prompts. `block_bytes`: of a block, which are half with numbers of 16 bits."""
 
-    def __init__(self, client: Client, daemon: ThrottledDaemon, gpu_bytes: int) -> None:
+    def __init__(self, client: Client, daemon: ThrottledDaemon, gpu_bytes: int, block_bytes: int = BLOCK_BYTES) -> None:
         self.daemon = daemon
         self._client = client
         self._gpu_bytes = gpu_bytes
+        self._block_bytes = block_bytes
 
     def first_token_s(self, prompt: Sequence[int]) -> float:
         """Seconds from sending the prompt to its first token. Raises BenchmarkError for blocks that are not on disk."""
@@ -99,7 +100,7 @@ class Subject:
         a prompt is ever loaded, since its last token has to be computed.
         """
         self._client.flush()
-        self._client.resize_tier(Tier.GPU, 2 * BLOCK_BYTES)
+        self._client.resize_tier(Tier.GPU, 2 * self._block_bytes)
         self.first_token_s([0] * BLOCK_TOKENS)
         self._client.resize_tier(Tier.GPU, self._gpu_bytes)
 
@@ -111,7 +112,7 @@ class Subject:
 
 def _interleaved(subjects: Mapping[str, Subject], tokens: int, repeats: int) -> dict[str, list[float]]:
     prompt = prompt_of(tokens, 0)
-    return in_turn(MODES, repeats, lambda mode, _: subjects[mode].from_disk_s(prompt))
+    return in_turn(list(subjects), repeats, lambda mode, _: subjects[mode].from_disk_s(prompt))
 
 
 def measure_disk(
@@ -123,8 +124,8 @@ def measure_disk(
     unseen: int,
     step: Callable[[], None],
 ) -> list[Point]:
-    """A point for each length, on daemons that have learned what this disk takes, and no other; `unseen` is a seed of
-    prompts that none of them has on disk."""
+    """A point for each length, on daemons that have learned what this disk takes, and no other, by the subjects' names;
+    `unseen` is a seed of prompts that none of them has on disk."""
     for subject in subjects.values():
         subject.daemon.throttle(rate)
         for tokens in lengths:
@@ -235,14 +236,15 @@ def _disk(text: str) -> DiskRate:
     return DiskRate(rate * 1e6, latency / 1000)
 
 
-def _disks(text: str) -> list[DiskRate]:
+def disks(text: str) -> list[DiskRate]:
+    """Speeds of disks, such as 200:5,50:0; an argparse type."""
     return [_disk(each) for each in text.split(",")]
 
 
 @harness.benchmark(
     "load_or_recompute",
     __doc__,
-    option("--disks", _disks(_FAST_TO_SLOW), f"MB/s:ms,... ({_FAST_TO_SLOW})", _disks, shown=False),
+    option("--disks", disks(_FAST_TO_SLOW), f"MB/s:ms,... ({_FAST_TO_SLOW})", disks, shown=False),
     option("--tokens", [64, 256, 1024, 4096], "(64,256,1024,4096)", whole_blocks, shown=False),
     option("--abandoned-disk", _disk("200:0"), "before it turns slow (200:0)", _disk, shown=False),
     option("--repeats", 5, "of each measurement; more of short ones"),

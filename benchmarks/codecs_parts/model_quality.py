@@ -7,7 +7,7 @@ following   48 tokens    of the same text, scored behind the exact ones and behi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -21,6 +21,9 @@ from prefixd_swap.codecs.part_shape import Axis, PartShape
 from prefixd_swap.codecs.registry import find_codec
 
 CODECS: Final = ("lossless", "int8", "k8v4")
+MOST_KL: Final = {"lossless": 0.0, "int8": 1e-4, "k8v4": 5e-3}
+"""Nats; what SmolLM2-135M has is below it."""
+LEAST_TOP1: Final = {"lossless": 1.0, "int8": 0.98, "k8v4": 0.95}
 ORDER: Final[tuple[Axis, ...]] = ("token", "layer", "kv", "head", "channel")
 _KV_ORDER: Final[tuple[Axis, ...]] = ("layer", "kv", "token", "head", "channel")
 _TO_PART: Final = [_KV_ORDER.index(axis) for axis in ORDER]
@@ -103,6 +106,35 @@ def measure_quality(
             same[way].append(expected.argmax(-1) == scored.argmax(-1))
         step()
     return [_quality(*way, sums[way], torch.cat(divergences[way]), torch.cat(same[way])) for way in ways]
+
+
+def violations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is not within `MOST_KL` and `LEAST_TOP1`, in words."""
+    broken = []
+    for row in rows:
+        codec, tokens = row["codec"], row["block_tokens"]
+        most, least = MOST_KL[codec], LEAST_TOP1[codec]
+        if row["kl"] > most:
+            broken.append(f"{codec}, blocks of {tokens}: the divergence is {row['kl']:.3g}, more than {most:g}")
+        if row["same_top1"] < least:
+            broken.append(f"{codec}, blocks of {tokens}: same_top1 is {row['same_top1']:.4g}, less than {least:g}")
+    return broken
+
+
+def draw_quality(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draws the divergence of each lossy codec over the bytes that it stores."""
+    lossy = [row for row in rows if row["kl"] > 0]
+    for size in sorted({row["block_tokens"] for row in lossy}):
+        of_size = [row for row in lossy if row["block_tokens"] == size]
+        axes.plot([row["size"] for row in of_size], [row["kl"] for row in of_size], "o", label=f"blocks of {size}")
+        for row in of_size:
+            axes.annotate(f"  {row['codec']}, top-1 {row['same_top1']:.3f}", (row["size"], row["kl"]), fontsize=7)
+    axes.set_yscale("log")
+    axes.margins(x=0.5, y=0.2)
+    axes.set_xlabel("stored bytes / exact bytes")
+    axes.set_ylabel("KL divergence of the next token, nats")
+    axes.set_title("SmolLM2-135M behind decoded keys and values", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def keys_and_values(model: Any, tokens: Sequence[int]) -> torch.Tensor:

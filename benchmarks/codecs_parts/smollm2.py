@@ -13,13 +13,16 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.common.harness import BenchmarkError, bare_parser, run
 from benchmarks.common.options import ROOT
 
 NAME: Final = "SmolLM2-135M-Instruct"
+KV_TOKEN_BYTES: Final = 30 * 2 * 3 * 64 * 2
+"""Keys and values of a token: layers, both, heads, channels, bytes of a bfloat16."""
 _REQUIREMENTS: Final = Path(__file__).with_name("requirements.txt")
 _WEIGHTS: Final = f"{NAME}.Q4_1.gguf"
 _TIMEOUT_S: Final = 600
@@ -52,6 +55,17 @@ def model_folder(cache: Path | None = None) -> Path:
             if not folder.is_dir():  # another process was first
                 raise
     return folder
+
+
+def load_smollm2() -> tuple[Any, Callable[[str], list[int]]]:
+    """The model in float32, of transformers, and what makes tokens of a text; raises as `model_folder`."""
+    import torch
+    import transformers
+
+    folder = model_folder()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval().requires_grad_(False), lambda text: list(tokenizer(text).input_ids)
 
 
 def _call(*arguments: str, path: str | None = None) -> None:

@@ -19,7 +19,9 @@ from prefixd_swap.codecs.registry import find_codec
 @pytest.mark.slow
 def test_every_codec_is_measured_beside_the_disk(tmp_path: Path) -> None:
     file = tmp_path / "codecs.json"
-    codecs.main(["--short", "--json", str(file), "--plot", str(tmp_path / "codecs.png"), "--folder", str(tmp_path)])
+    parts = ["--only", "speeds", "--only", "choices"]
+    written = ["--json", str(file), "--plot", str(tmp_path / "codecs.png"), "--folder", str(tmp_path)]
+    codecs.main(["--short", *parts, *written])
     result = json.loads(file.read_text())
     rows = {(row["codec"], row["tokens"], row["part_bytes"]): row for row in result["codecs"]}
     assert len(rows) == 12 and (tmp_path / "codecs.png").stat().st_size > 0
@@ -30,7 +32,7 @@ def test_every_codec_is_measured_beside_the_disk(tmp_path: Path) -> None:
             raw = result[f"raw_{call}_gbps"]
             gain = min(row[f"{what}_gbps"] / raw, 1 / row["size"])
             assert row[f"{call}_gain"] == pytest.approx(gain, abs=0.01)
-        most = {"lossless": 0.72, "int8": {16: 0.53, 64: 0.51}[tokens], "k8v4": {16: 0.41, 64: 0.39}[tokens]}
+        most = {"lossless": 0.72, "int8": {16: 0.54, 64: 0.52}[tokens], "k8v4": {16: 0.42, 64: 0.4}[tokens]}
         assert row["size"] < most[name]
     zstd = {row["zstd"]: row for row in result["zstd"]}
     assert zstd["entropy"]["ratio"] > zstd["codec"]["ratio"] > zstd["level 1"]["ratio"]

@@ -67,4 +67,4 @@ def test_what_is_missed_is_told(broken: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("wrong", ["200", "0:1", "10:-1", "a:b", "nan:0", "10:nan", "inf:0"])
 def test_a_disk_that_is_none_is_refused(wrong: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="MB/s"):
-        load_or_recompute._disks(wrong)
+        load_or_recompute.disks(wrong)

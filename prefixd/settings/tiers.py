@@ -170,7 +170,8 @@ class DiskSettings(Section):
     and dropped from the page cache afterwards (mmap). `benchmarks.disk` compares them. If the file system or the kernel
     does not support one, the daemon uses buffered and logs it."""
     io_threads: Annotated[Count, Field(le=256)] = 4
-    """Reads or writes of the tier at a time, 256 at most."""
+    """Reads or writes of the tier at a time, 256 at most. As many threads encode blocks, but no more than there are
+    CPUs: with a codec, a daemon that stores more than they encode (1 to 1.4 GB/s each) waits for them."""
     admit_uses: Annotated[int, Field(ge=0, le=255)] = 0
     """How many times a block must be asked for again before it is written to disk. 0: every block is written. 1 or more
     saves disk writes: a block that is asked for once stays in memory only, and is lost at a restart. Blocks that are

@@ -48,12 +48,12 @@ def test_exact_blocks_are_as_they_are() -> None:
 
 def test_speeds_are_measured_or_those_of_threads() -> None:
     two, four = (plan_codec("int8", MODELS["embedded"], threads) for threads in (2, 4))
-    assert four.decode_bytes_per_s == 2 * two.decode_bytes_per_s and "(in 2 and 4 threads)" in four.assumption
+    assert four.encode_bytes_per_s == 2 * two.encode_bytes_per_s and "(4 threads each)" in four.assumption
     assert plan_codec("int8", MODELS["embedded"], 4, MEASURED) == four, "a calibration from before codecs"
     told = replace(MEASURED, int8_encode_bytes_per_s=1e9, int8_decode_bytes_per_s=3e9)
     here = plan_codec("int8", MODELS["embedded"], 4, told)
     assert (here.down.bytes_per_s, here.up.bytes_per_s) == (1e9, 3e9) and "measured on a test" in here.assumption
-    assert plan_codec("k8v4", MODELS["embedded"], 4, told).source == "in 2 and 4 threads"
+    assert plan_codec("k8v4", MODELS["embedded"], 4, told).source == "4 threads each"
 
 
 def test_an_unknown_codec_names_those_that_are_known() -> None:

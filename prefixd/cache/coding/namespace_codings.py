@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,13 +28,20 @@ class TierCodec:
     Attributes:
         name: the codec of blocks for which neither their namespace nor their tenant names one.
         most_error: the largest relative RMS error of a layer that a lossy codec may make; None: the codec's own bound.
+        threads: that code what is written.
     """
 
     name: CodecName = "exact"
     most_error: float | None = None
+    threads: int = 2
 
 
 EXACT = TierCodec()
+
+
+def coding_threads(io_threads: int) -> int:
+    """How many threads code for a disk with `io_threads`: as many, but no more than there are CPUs."""
+    return min(io_threads, len(os.sched_getaffinity(0)))
 
 
 class NamespaceCodings:

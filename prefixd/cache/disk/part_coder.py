@@ -33,9 +33,6 @@ from prefixd_swap.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
 
-THREADS = 2
-"""Threads that code."""
-
 CodedBlocks = Mapping[tuple[int, int], "PartCode"]
 """By row and part."""
 
@@ -126,13 +123,14 @@ class PartCoder:
             return {}
         if self._threads is None:
             try:
-                self._threads = started_threads(THREADS, "prefixd-codecs")
+                self._threads = started_threads(self._codings.tier.threads, "prefixd-codecs")
             except OutOfMemoryError as error:
                 if not self.refused["no_threads"]:
                     log.warning("blocks are written to disk as they are for now, without their codec: %s", error)
                 self.refused["no_threads"] += len(jobs)
                 return self._collect([_code(replace(job, coding=None)) for job in jobs if job.key is not None])
-        loop, shares = asyncio.get_running_loop(), [jobs[at::THREADS] for at in range(THREADS)]
+        loop, threads = asyncio.get_running_loop(), self._codings.tier.threads
+        shares = [jobs[at::threads] for at in range(threads)]
         done = await asyncio.gather(
             *(loop.run_in_executor(self._threads, partial(_code_all, share)) for share in shares if share)
         )

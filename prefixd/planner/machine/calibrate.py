@@ -19,7 +19,7 @@ import numpy.typing as npt
 from prefixd.base.codec_names import CODEC_NAMES, CODECS_EXTRA
 from prefixd.base.errors import ConfigError
 from prefixd.base.extras import MissingExtraError, require
-from prefixd.cache.disk.part_coder import THREADS
+from prefixd.cache.coding.namespace_codings import coding_threads
 from prefixd.planner.machine.calibration import Calibration
 from prefixd_swap import CpuArena, NewBlock, SlabStore, Span, SwapError, create_copy_engine
 from prefixd_swap.tiers import DiskTier, Loads
@@ -170,7 +170,7 @@ def _codec_speeds(threads: int, progress: Progress) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name in CODEC_NAMES[1:]:
         progress(f"the codec {name}")
-        speed = measure_codec(name, THREADS, threads)
+        speed = measure_codec(name, coding_threads(threads), threads)
         fields[f"{name}_encode_bytes_per_s"] = speed.encode_bytes_per_s
         fields[f"{name}_decode_bytes_per_s"] = speed.decode_bytes_per_s
     return fields

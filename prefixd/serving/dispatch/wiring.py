@@ -7,7 +7,7 @@ from functools import partial
 
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers
-from prefixd.cache.coding.namespace_codings import TierCodec
+from prefixd.cache.coding.namespace_codings import TierCodec, coding_threads
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.remote import RemoteOptions
 from prefixd.serving.dispatch.capacity.tier_share import TierShare
@@ -48,7 +48,9 @@ def cache_options(settings: Settings) -> CacheOptions:
         prefetch_bytes=settings.transfers.prefetch_bytes,
         reserved_bytes=settings.transfers.reserved_bytes,
         admit_uses=settings.disk.admit_uses,
-        disk_codec=TierCodec(settings.disk.codec, settings.disk.codec_error),
+        disk_codec=TierCodec(
+            settings.disk.codec, settings.disk.codec_error, threads=coding_threads(settings.disk.io_threads)
+        ),
         share_after=settings.cache.share_after,
         remote=RemoteOptions(
             share=settings.remote.share,

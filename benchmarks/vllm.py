@@ -23,6 +23,10 @@ With --model hybrid it is a Gemma 3 whose layers see 128 tokens back, or all: th
 KV group of every block (resume_every = 1), and to one that saves of a window what likely prefixes need. The run fails
 when the second does not have as many hits, or saves more than 0.6 of the bytes a token. The chats share no block:
 where prompts part for the first time, the second one that has the beginning finds less of it (--system-tokens 256).
+
+With --model codecs it is SmolLM2-135M in float32, with pages as a GPU's attention has them: texts of --round-tokens are
+computed, saved to a disk with each codec, and loaded by an engine that is started anew. differing_share is the share of
+--output-tokens greedy tokens that are not those of the exact blocks; one that differs changes all that follow it.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.codecs_parts import vllm_tokens
 from benchmarks.common import harness
 from benchmarks.common.options import option
 from benchmarks.common.plots import bars
@@ -85,6 +90,8 @@ _HYBRID = {
     "system_tokens": 16,  # less than a block: the chats share nothing
 }
 _HYBRID_SHORT = {**_HYBRID, "conversations": 3, "turns": 2}
+_CODECS = {**_FULL, "output_tokens": 48}
+_CODECS_SHORT = {**_CODECS, "round_tokens": 128, "output_tokens": 8}
 _HELP = {
     "conversations": "chats",
     "turns": "turns of each before the restart",
@@ -243,7 +250,7 @@ def draw(panels: Sequence[Any], result: dict[str, Any]) -> None:
 @harness.benchmark(
     "vllm",
     __doc__,
-    option("--model", "llama", "what is measured, see above", str, choices=("llama", "hybrid")),
+    option("--model", "llama", "what is measured, see above", str, choices=("llama", "hybrid", "codecs")),
     *engine_options(_HELP, _FULL, "a small run of about a minute, for a first look"),
     harness.PLOT,
     unrecorded=("option",),
@@ -254,11 +261,14 @@ def main(options: harness.Options) -> harness.Outcome:
         raise harness.BenchmarkError(
             f"vLLM is not installed in {sys.executable}; run `make test-vllm` once, then .venv-vllm/bin/python"
         )
-    hybrid = options.model == "hybrid"
-    fill_in(options, *((_HYBRID, _HYBRID_SHORT) if hybrid else (_FULL, _SHORT)))
-    measured = vllm_hybrid.measure(options) if hybrid else measure(options)
+    sizes = {"llama": (_FULL, _SHORT), "hybrid": (_HYBRID, _HYBRID_SHORT), "codecs": (_CODECS, _CODECS_SHORT)}
+    fill_in(options, *sizes[options.model])
+    measured = {"llama": measure, "hybrid": vllm_hybrid.measure, "codecs": vllm_tokens.measure}[options.model](options)
     result = {"connector_options": dict(options.option), **measured}
-    if hybrid:
+    if options.model == "codecs":
+        table = harness.Table(measured["rows"], tuple(measured["rows"][0]))
+        return harness.Outcome(result, measured["broken"], [table])
+    if options.model == "hybrid":
         rows = [{"way": name, **run} for name, run in measured["runs"].items()]
         columns = ("way", "bytes_per_token", "saved_bytes", "hit_tokens", "prompt_tokens")
         return harness.Outcome(result, measured["broken"], [harness.Table(rows, columns)])

@@ -14,9 +14,10 @@ values (bfloat16) are coded and decoded; the next 48 are scored against the exac
 next token's distribution, in nats; same_top1: share of tokens with the same most likely next one. Fails above
 0.0001 or below 0.98 with int8, 0.005 or 0.95 with k8v4, and at any difference with lossless.
 first_token: daemons that differ in disk.codec alone, with prefixes on throttled disks; each loads or computes as it
-finds best. int8_gain: how many times sooner the first token comes than with exact blocks, at the worst point at
-which the disk decides (disk_decides: reading takes 85% of the first token with exact blocks); at least 1.7. later:
-points at which int8 is later than exact by more than the noise, its lower quartile above the upper one of exact; 0.
+finds best, and exact_loaded and int8_loaded always load. int8_gain: how many times sooner the first token comes
+with int8_loaded than with exact_loaded, at the worst point at which the disk decides (disk_decides: reading takes
+90% of the first token of exact_loaded); at least 1.7. later: points at which int8 is later than exact by more than
+the noise, its lower quartile above the upper one of exact; 0.
 tokens: greedy answers of the daemon's own worker with SmolLM2-135M behind prefixes from disk, after an eviction and
 after a restart, against those behind computed ones: exact and lossless must not differ. Of int8 and k8v4 the shares
 of answers that differ at all, and of tokens that differ, all after the first one among them.

@@ -120,19 +120,25 @@ def test_first_tokens_and_quality_are_measured_and_drawn(tmp_path: Path) -> None
         (codec, tokens) for codec in model_quality.CODECS for tokens in (16, 64)
     }
     (row,) = result["first_tokens"]
-    assert set(row["ttft_ms"]) == set(throttled_tokens.CODECS) and min(row["ttft_ms"].values()) > 0
+    assert (
+        set(row["ttft_ms"]) == {*throttled_tokens.CODECS, "exact_loaded", "int8_loaded"}
+        and min(row["ttft_ms"].values()) > 0
+    )
     assert row["gain"]["exact"] == 1 and row["tokens"] == 256
 
 
 def test_the_gain_is_the_worst_one_where_the_disk_decides() -> None:
-    def point(mb_per_s: float, exact: float, int8: float) -> Point:
+    def point(mb_per_s: float, exact: float, int8: float, loaded: tuple[float, float] | None = None) -> Point:
         ttft = {"exact": exact, "lossless": exact, "int8": int8, "k8v4": int8}
+        ttft["exact_loaded"], ttft["int8_loaded"] = loaded or (exact, int8)
         lower, upper = ({name: factor * ms for name, ms in ttft.items()} for factor in (0.9, 1.1))
         return Point(mb_per_s, 0.0, 1024, ttft, lower, upper)
 
     slow, slower = point(50, 180, 100), point(20, 430, 230)  # 8 MiB are read in 168 and in 419 ms
-    computed, fast = point(5, 700, 710), point(2000, 30, 31)
-    assert [disk_decides(each) for each in (slow, slower, computed, fast)] == [True, True, False, False]
+    computed, fast = point(5, 700, 710, loaded=(1700, 900)), point(2000, 30, 31)
+    assert [disk_decides(each) for each in (slow, slower, computed, fast)] == [True, True, True, False]
+    (row,) = summary([computed])["first_tokens"]
+    assert (row["gain"]["int8"], row["gain"]["int8_loaded"]) == (0.986, 1.889), "each against its own exact one"
     found = summary([slow, slower, computed, fast])
     assert (found["int8_gain"], found["later"]) == (1.8, 0)
     assert summary([fast])["int8_gain"] == 0

@@ -10,7 +10,8 @@ Measures on one GPU what decides how prefixd keeps KV there:
   memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
   swap            copies between the GPU and the pinned arena, against one large copy
   pages           an engine's pages by one kernel, by strided copies, by a batch of copies; alone and beside reading
-  daemon_copies   the same by the daemon's transfers in a running event loop, by the size of a piece
+  coded_pages     an engine's pages as int8 tiles that are made on the GPU, against as they are
+  daemon_copies   the pages by the daemon's transfers in a running event loop, by the size of a piece
   attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
   decode          tokens a second of an 8B-sized random model: eager, with CUDA graphs, with fewer operators, read late
   mapping_beside  steps of that model beside a thread that maps
@@ -54,6 +55,7 @@ from benchmarks.common.options import only
 from benchmarks.gpu_parts import (
     attach,
     attention,
+    coded_pages,
     daemon,
     daemon_copies,
     decode,
@@ -79,6 +81,7 @@ PARTS = (
     memory_held.PART,
     swap.PART,
     page_ways.PART,
+    coded_pages.PART,
     daemon_copies.PART,
     attention.PART,
     decode.PART,

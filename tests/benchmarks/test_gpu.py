@@ -24,7 +24,7 @@ from prefixd.worker.attention.choice.cost_table import read_costs
 ROOT = Path(__file__).parents[2]
 WAYS = ("map", "remap", "reuse", "copy", "table")  # to attach a prefix
 SOURCES = ("gpu", "gpu_eager", "gpu_one_call", "gpu_split", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
-FOR_GPUS_ALONE = {"flex_attention", "daemon_8b", "decode_16k"}
+FOR_GPUS_ALONE = {"coded_pages", "flex_attention", "daemon_8b", "decode_16k"}
 SIZES = (4, 16, 32, 64)  # MiB of a piece of the daemon's copies
 DRIVER = ROOT / "tests" / "swap" / "stand_in" / "libcuda.c"
 

@@ -112,3 +112,36 @@ def test_an_engine_started_again_computes_what_it_computed(
         daemon.kill()
         wait_until(second.flush, "SGLang's caches were not flushed")
         assert second.generate(prompt(1)) == (computed, 0)
+
+
+def test_what_follows_blocks_of_codecs(start_engine: StartEngine) -> None:
+    """Without loss the same tokens; with int8 most of them, which depend on the whole prompt."""
+    prompts = [prompt(number) for number in range(10, 16)]
+    differing = {}
+    with DaemonProcess(DAEMON) as daemon:
+        engine = start_engine(daemon.address, "page_first")
+        computed = [engine.generate(each)[0] for each in prompts]
+        for codec in ("lossless", "int8"):
+            daemon.configure({"disk.codec": codec})
+            daemon.replace()
+            wait_until(lambda: asked_again(engine, prompt(9))[1], "no hits from the new daemon")
+            assert [asked_again(engine, each)[0] for each in prompts] == computed
+            wait_until_saved(daemon, (1 + len(prompts)) * PROMPT_PAGES)
+            flush(daemon)
+            daemon.restart()
+            wait_until(lambda: asked_again(engine, prompt(9))[1], "no hits after the daemon's return")
+            loaded = [asked_again(engine, each) for each in prompts]
+            assert [stored for _, stored in loaded] == [STORED] * len(prompts)
+            with Client(daemon.address) as client:
+                on_disk = client.stats().stored
+            assert bool(on_disk.blocks["altered"]) == (codec == "int8")
+            pairs = zip(loaded, computed, strict=True)
+            differing[codec] = sum(one != other for (one, _), other in pairs)
+    assert differing["lossless"] == 0
+    assert differing["int8"] <= len(prompts) // 2, f"{differing['int8']} of {len(prompts)} answers differ"
+
+
+def asked_again(engine: EngineProcess, tokens: list[int]) -> tuple[list[int], int]:
+    """As `generate`, after SGLang's own caches were emptied."""
+    wait_until(engine.flush, "SGLang's caches were not flushed")
+    return engine.generate(tokens)

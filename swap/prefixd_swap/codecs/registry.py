@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 from prefixd_swap.codecs.codec import Codec
@@ -11,6 +12,9 @@ from prefixd_swap.errors import UnavailableCodecError
 CODECS = {"exact": 0, "lossless": 1, "int8": 2, "k8v4": 3}
 """The number of each codec, as stored bytes have it; a number never gets another meaning."""
 NAMES = {number: name for name, number in CODECS.items()}
+
+_importing = threading.Lock()
+"""numba's modules import each other: threads that import them at once find halves of them."""
 
 
 @cache
@@ -26,13 +30,14 @@ def find_codec(codec: str | int) -> Codec:
     if name not in CODECS:
         raise UnavailableCodecError(f"there is no codec {codec!r}; use one of {', '.join(CODECS)}")
     try:
-        if name == "lossless":
-            from prefixd_swap.codecs.lossless import LosslessCodec
+        with _importing:
+            if name == "lossless":
+                from prefixd_swap.codecs.lossless import LosslessCodec
 
-            return LosslessCodec()
-        from prefixd_swap.codecs.quantized import Int8Codec, K8V4Codec
+                return LosslessCodec()
+            from prefixd_swap.codecs.quantized import Int8Codec, K8V4Codec
 
-        return Int8Codec() if name == "int8" else K8V4Codec()
+            return Int8Codec() if name == "int8" else K8V4Codec()
     except ImportError as error:
         raise UnavailableCodecError(
             f"codec {name}: a package is missing ({error}); run `pip install 'prefixd[codecs]'`"

@@ -37,3 +37,22 @@ def test_only_codecs_that_need_packages_import_them_and_name_what_is_missing() -
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     for name, line in zip(("lossless", "int8", "k8v4"), said.splitlines(), strict=True):
         assert line.startswith(f"codec {name}: a package is missing") and "pip install 'prefixd[codecs]'" in line
+
+
+def test_threads_that_ask_for_their_first_codecs_at_once_all_get_them() -> None:
+    script = (
+        "import sys, threading\n"
+        "from prefixd_swap.codecs.registry import find_codec\n"
+        "sys.setswitchinterval(0.0005)\n"
+        "begin = threading.Barrier(6)\n"
+        "def find(name):\n"
+        "    begin.wait()\n"
+        "    found.append(find_codec(name).name)\n"
+        "names, found = ('lossless', 'int8', 'k8v4') * 2, []\n"
+        "threads = [threading.Thread(target=find, args=(name,)) for name in names]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "print(*sorted(found))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert ran.stdout == "int8 int8 k8v4 k8v4 lossless lossless\n", ran.stderr

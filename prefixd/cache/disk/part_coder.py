@@ -140,19 +140,34 @@ class PartCoder:
     async def complete(
         self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask, coded: CodedBlocks
     ) -> CodedBlocks:
-        """Adds to `coded` the parts that must be encrypted and are not among them, as they have come to memory since.
+        """Adds to `coded` the parts that must be encrypted and are not among them, or with another key: they have come
+        to memory since, or the tenant's key has.
 
-        No part of a tenant with a key is written in clear.
+        No part of a tenant with a key is written in clear, and none with another key than its block's record.
         """
-        lacking = [
+        while len(lacking := self._lacking(trie, rows, groups, coded)):
+            fresh = await self.code(trie, rows[lacking], source, groups[lacking])
+            if not fresh:
+                break
+            coded = {**coded, **fresh}
+        return coded
+
+    def _lacking(self, trie: Trie, rows: Rows, groups: GroupMask, coded: CodedBlocks) -> list[int]:
+        """Which of `rows` have parts to be written that `coded` does not have as their tenant's key encrypts them."""
+
+        def is_right(row: int, part: int, key: RestKey) -> bool:
+            return (made := coded.get((row, part))) is not None and made.stored.key_id == key.id
+
+        keys = {ordinal: self._key(ordinal) for ordinal in np.unique(trie.namespace[rows]).tolist()}
+        if not any(keys.values()):
+            return []
+        masks = (trie.part_mask & groups[:, None]) != 0
+        return [
             at
             for at, (row, ordinal) in enumerate(zip(rows.tolist(), trie.namespace[rows].tolist(), strict=True))
-            if self._key(ordinal) is not None
-            and any((row, part) not in coded for part in np.flatnonzero(trie.part_mask & groups[at]).tolist())
+            if (key := keys[ordinal]) is not None
+            and not all(is_right(row, part, key) for part in np.flatnonzero(masks[at]).tolist())
         ]
-        if not lacking:
-            return coded
-        return {**coded, **await self.code(trie, rows[lacking], source, groups[lacking])}
 
     def _collect(self, outcomes: Iterable[_Outcome]) -> dict[tuple[int, int], PartCode]:
         coded = {}

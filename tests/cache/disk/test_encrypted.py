@@ -13,6 +13,7 @@ import pytest
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import check_integrity
 from prefixd.cache.coding.namespace_codings import TierCodec
+from prefixd.cache.disk.part_coder import CodedBlocks
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
 from prefixd_swap.errors import MissingKeyError, OutOfMemoryError
@@ -213,3 +214,25 @@ async def test_the_scrubber_and_the_audit_agree(make: MakeRig) -> None:
     for row in rig.rows(PROMPT):
         assert await rig.cache.mover.disk.reads.recheck(rig.trie, row, int(rig.trie.generation[row])) is None
     await asyncio.to_thread(rig.store.check_integrity)
+
+
+@pytest.mark.parametrize("before", [RestKeys(), RestKeys((OLD,))])
+async def test_a_key_that_comes_while_parts_are_coded_encrypts_them(
+    make: MakeRig, before: RestKeys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(before, codec="lossless", mixed=False)
+    coder = rig.cache.mover.coder
+    code, after = coder.code, RestKeys((NEW, OLD))
+
+    async def rotate(*args: Any) -> CodedBlocks:
+        coded = await code(*args)
+        rig.store.keys.replace(after)
+        return coded
+
+    monkeypatch.setattr(coder, "code", rotate)
+    await rig.to_disk_alone(PROMPT)
+    assert "has a part in clear" not in caplog.text
+    usage = rig.store.encryption()
+    assert usage.records == {NEW.id: 3} and usage.bytes.keys() == {NEW.id} and not in_clear(rig, PROMPT)
+    await reopen(rig, RestKeys((NEW,)))
+    assert rig.restored == 3 and await rig.get(PROMPT) == 3

@@ -221,7 +221,24 @@ class _Outcome:
 def _code_all(jobs: Sequence[_Job]) -> tuple[list[_Outcome], float]:
     """Runs in a thread; also returns the seconds that it took."""
     begun_s = time.perf_counter()
-    return [_code(job) for job in jobs], time.perf_counter() - begun_s
+    return [_code_if_possible(job) for job in jobs], time.perf_counter() - begun_s
+
+
+def _code_if_possible(job: _Job) -> _Outcome:
+    """As `_code`; a part for which the codec finds no memory is stored as it is.
+
+    Raises:
+        OutOfMemoryError: it must be encrypted, and there is no memory for that either.
+    """
+    try:
+        return _code(job)
+    except MemoryError:
+        try:
+            return replace(_code(replace(job, coding=None)), job=job, refused="no_memory")
+        except MemoryError as error:
+            raise OutOfMemoryError(
+                f"a part of {job.span.nbytes} bytes cannot be encrypted: the system gives this process no more memory"
+            ) from error
 
 
 def _code(job: _Job) -> _Outcome:

@@ -84,6 +84,8 @@ class SlabReader:
             return self._take(part, slab, stored, into, name)
         except StorageError as error:
             return error
+        except (MemoryError, OSError) as error:
+            return _no_memory(part, error)
 
     def _take(self, part: DiskPart, slab: SlabFile, read: memoryview, into: Span, name: bytes) -> PartRead:
         """Verifies what was read of a part, the beginning of `read`, and copies or decodes it to its place."""
@@ -99,6 +101,12 @@ class SlabReader:
             return ChecksumError(f"the slot at byte {index * PAGE_BYTES} of {slab.path}: {error}; remove the block")
         except ChecksumError as error:
             return error
+        except MemoryError as error:
+            return _no_memory(part, error)
+
+
+def _no_memory(part: DiskPart, error: Exception) -> StorageError:
+    return StorageError(f"{part.nbytes} stored bytes of a part cannot be read: no memory for them ({error})")
 
 
 def _runs(parts: Sequence[DiskPart], spans: Sequence[Span]) -> Iterator[slice]:

@@ -14,6 +14,7 @@ from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
 from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
+from prefixd_swap.codecs.lossless import LosslessCodec
 from tests.cache.disk.coded_rig import SHAPE, CodedRig
 
 PROMPT = [1, 2, 3]
@@ -165,6 +166,31 @@ async def test_quotas_count_what_is_stored(make: MakeCoded) -> None:
     assert len(rows) == 12, "more than eight exact blocks"
     used = rig.cache.mover.use.cached_bytes(tenant, rig.durable)
     assert used == rig.durable.used_bytes < 8 * SHAPE.nbytes
+
+
+async def test_without_memory_for_a_codec_blocks_stay_exact(make: MakeCoded, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make("lossless")
+    monkeypatch.setattr(LosslessCodec, "encode", no_memory)
+    rows = await rig.to_disk_alone(PROMPT)
+    assert not rig.trie.coded_bytes[rows].any() and rig.cache.mover.coder.refused == {"no_memory": len(PROMPT)}
+    assert await rig.get(PROMPT) == len(PROMPT)
+
+
+async def test_a_block_that_memory_lacks_to_decode_is_not_lost(
+    make: MakeCoded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make("lossless")
+    await rig.to_disk_alone(PROMPT)
+    with monkeypatch.context() as patched:
+        patched.setattr(LosslessCodec, "decode", no_memory)
+        assert await rig.get(PROMPT) == 0
+        assert "no memory" in rig.cache.tiers.troubles.of_tier(rig.durable)
+    assert await rig.cache.mover.disk.health.revive()
+    assert await rig.get(PROMPT) == len(PROMPT)
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError("no more")
 
 
 async def test_a_full_disk_makes_room_for_what_is_stored(make: MakeCoded) -> None:

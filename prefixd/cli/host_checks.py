@@ -21,6 +21,7 @@ from prefixd.base.extras import require
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import Tier
 from prefixd.cli.machine_checks import Check, check_process, read_meminfo
+from prefixd.server.access.disk_keys import read_disk_keys
 from prefixd.settings import Settings
 from prefixd.settings.checks import check_start, memory_needed
 from prefixd.v1 import admin_pb2
@@ -59,6 +60,8 @@ def _check_settings(settings: Settings, file: Path | None, root: Path) -> Check:
     found = str(file) if file is not None else "no file, the defaults are used"
     try:
         check_start(settings, root)
+        if settings.disk.bytes:
+            read_disk_keys(settings)
     except ConfigError as error:
         return Check("configuration", f"{found}; a daemon would not start: {error}", "change this setting")
     return Check("configuration", f"{found}; a daemon would start with it")

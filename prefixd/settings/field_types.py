@@ -26,7 +26,11 @@ def listed_numbers(value: object) -> object:
 
 def listed_texts(value: object) -> object:
     """Splits a list of texts from an environment variable or from --set: /models/a,/models/b."""
-    return [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if value.strip().startswith("["):
+        raise ValueError("write the texts with commas between them, without brackets and quotes: /models/a,/models/b")
+    return [text.strip() for text in value.split(",") if text.strip()]
 
 
 def _make_absolute(value: Path) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -71,6 +72,24 @@ class Settings(Section):
             raise ValueError(
                 f"tenants.{named[0]}.encryption_key_file is set, but with cache.share_after = {self.cache.share_after} "
                 "blocks become common, and those would be on disk in clear; set disk.encryption_key_file, too"
+            )
+        return self
+
+    @check_together(mode="after")
+    def _check_drives(self) -> Self:
+        """Before a directory is made: one inside another would be a foreign file in that one at every later start."""
+        for (name, path), (other_name, other) in combinations(self.disk_paths.items(), 2):
+            if path == other:
+                how = "is the same directory as"
+            elif path in other.parents:
+                how = "is inside"
+            elif other in path.parents:
+                how = "contains"
+            else:
+                continue
+            raise ValueError(
+                f"{other_name} = {other} {how} {name} = {path}; give each drive a directory of its own, none inside "
+                "another"
             )
         return self
 

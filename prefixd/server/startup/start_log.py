@@ -6,15 +6,18 @@ import ipaddress
 import logging
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import prefixd
 from prefixd.base.sizes import as_size
 from prefixd.settings import Settings
 from prefixd_swap import SlabStore
+from prefixd_swap.sealing.rest_keys import RestKeys
 
 log = logging.getLogger("prefixd.start")
+
+_MOST_WORDS = 16
 
 
 def log_start(settings: Settings, device: str, store: SlabStore | None, models: dict[str, Path]) -> None:
@@ -51,7 +54,7 @@ def start_lines(settings: Settings, device: str, store: SlabStore | None, models
     if not models:
         yield "no model: a sidecar for engines"
     if settings.tenants:
-        yield f"tenants: {', '.join(sorted(settings.tenants)[:16])}{', ...' if len(settings.tenants) > 16 else ''}"
+        yield f"tenants: {_first(sorted(settings.tenants))}"
     yield f"listens at unix:{settings.server.socket}{_tcp(settings)}"
 
 
@@ -74,8 +77,29 @@ def _tier_lines(settings: Settings, device: str, store: SlabStore | None) -> Ite
             f"{as_size(store.used_bytes)} used, "
             f"I/O {store.io} by {settings.disk.io_threads} threads"
         )
+        yield f"codecs: {_first(_codecs(settings))}"
+        yield f"encryption at rest: {_first(_key_files(settings, store.keys)) or 'none, blocks are written in clear'}"
     if settings.remote.url is not None:
         yield f"shared store: {settings.remote.url}, sharing {settings.remote.share} blocks"
+
+
+def _codecs(settings: Settings) -> list[str]:
+    bound = settings.disk.codec_error
+    chosen = [f"disk.codec = {settings.disk.codec}", *([] if bound is None else [f"disk.codec_error = {bound}"])]
+    named = sorted((name, codec) for name, codec in settings.codecs.items() if codec is not None)
+    return chosen + [f"tenants.{name}.codec = {codec}" for name, codec in named]
+
+
+def _key_files(settings: Settings, keys: RestKeys) -> list[str]:
+    """The key files, with the ids of the keys that encrypt: `prefixd doctor` counts blocks by these ids."""
+    found = [("disk.encryption_key_file", settings.disk.encryption_key_file, keys.shared)]
+    for name, tenant in sorted(settings.tenants.items()):
+        found.append((f"tenants.{name}.encryption_key_file", tenant.encryption_key_file, keys.key_for(name)))
+    return [f"{name} = {path} (key {key.name})" for name, path, key in found if path is not None and key is not None]
+
+
+def _first(words: Sequence[str]) -> str:
+    return ", ".join(words[:_MOST_WORDS]) + (", ..." if len(words) > _MOST_WORDS else "")
 
 
 def _size(nbytes: int | str | None) -> str:

@@ -75,6 +75,11 @@ class RestKeys:
         """Whether there is no key."""
         return not self._keys.opening
 
+    @property
+    def shared(self) -> RestKey | None:
+        """The key that encrypts what tenants without a key file of their own write; None: that is in clear."""
+        return self._keys.shared
+
     def key_for(self, tenant: str) -> RestKey | None:
         """The key that encrypts what is written of a tenant; None: it is written in clear."""
         keys = self._keys

@@ -119,7 +119,7 @@ def _open(first: Path, others: Sequence[Path], ops: FileOps, drop_missing: bool)
     missing = {drive: path for drive, path in known.drives.items() if drive not in found}
     if missing and not drop_missing:
         names = ", ".join(map(str, missing.values()))
-        new = f"; {', '.join(map(str, fresh))} is empty: is its drive mounted?" if fresh else ""
+        new = f"; {', '.join(map(str, fresh))} is empty, as a place where no drive is mounted" if fresh else ""
         raise MissingDriveError(f"{first} has blocks in {names}, which is not there{new}")
     for drive, path in missing.items():
         log.warning("the directory %s (%s) of the store in %s is given up with its blocks", path, drive, first)

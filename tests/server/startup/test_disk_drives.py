@@ -28,6 +28,28 @@ def test_directories_are_listed_by_the_settings_that_name_them(tmp_path: Path) -
     assert settings(tmp_path, more_paths="").disk_paths == {"disk.path": tmp_path / "blocks"}
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("{0}/blocks", "disk.more_paths[0] = {0}/blocks is the same directory as disk.path = {0}/blocks"),
+        ("{0}/blocks/x/y", "disk.more_paths[0] = {0}/blocks/x/y is inside disk.path = {0}/blocks"),
+        ("{0}", "disk.more_paths[0] = {0} contains disk.path = {0}/blocks"),
+        ("{0}/m,{0}/n,{0}/m", "disk.more_paths[2] = {0}/m is the same directory as disk.more_paths[0] = {0}/m"),
+        ("{0}/m,{0}/m/n", "disk.more_paths[1] = {0}/m/n is inside disk.more_paths[0] = {0}/m"),
+        ('["{0}/m"]', "write the texts with commas between them, without brackets"),
+    ],
+)
+def test_directories_that_overlap_are_refused_before_one_is_made(tmp_path: Path, more: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings(tmp_path, more_paths=more.format(tmp_path))
+    assert says.format(tmp_path) in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_whose_names_begin_alike_do_not_overlap(tmp_path: Path) -> None:
+    assert len(settings(tmp_path, more_paths=f"{tmp_path}/blocks2,{tmp_path}/blocks20").disk_paths) == 3
+
+
 def test_a_directory_that_cannot_be_made_is_named_before_the_start(tmp_path: Path) -> None:
     (tmp_path / "third").touch()
     with pytest.raises(ConfigError, match=r"disk\.more_paths\[1\] = .*/third.* is not a directory"):

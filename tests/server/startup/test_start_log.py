@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from prefixd.server.access.disk_keys import read_disk_keys
 from prefixd.server.startup.start_log import start_lines, why_public, why_small_disk
+from prefixd.server.startup.storage import open_store
 from prefixd.settings import Settings
 
 
@@ -40,6 +43,32 @@ def test_sizes_paths_and_choices_are_said_and_no_secret(tmp_path: Path) -> None:
     ):
         assert words in said
     assert "c0ffee" not in said
+
+
+async def test_codecs_and_keys_at_rest_are_said_by_setting(tmp_path: Path) -> None:
+    names = {"disk.encryption_key_file": "all", "tenants.acme.encryption_key_file": "acme"}
+    for name in names.values():
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(f"{name} " * 8)
+    chosen = {"data_dir": tmp_path, "disk.bytes": "8MiB", "cpu.bytes": "1MiB"}
+    coded = {"disk.codec": "lossless", "disk.codec_error": 0.01, "tenants.acme.codec": "int8"}
+
+    async def lines(settings: Settings) -> list[str]:
+        async with AsyncExitStack() as stack:
+            return list(start_lines(settings, "cpu", open_store(settings, None, stack), {}))
+
+    said = await lines(Settings.load(None, chosen, {}))
+    assert "codecs: disk.codec = exact" in said
+    assert "encryption at rest: none, blocks are written in clear" in said
+    settings = Settings.load(None, chosen | coded | {name: tmp_path / file for name, file in names.items()}, {})
+    shared, own = (read_disk_keys(settings).key_for(tenant) for tenant in ("default", "acme"))
+    assert shared is not None and own is not None
+    said = await lines(settings)
+    assert "codecs: disk.codec = lossless, disk.codec_error = 0.01, tenants.acme.codec = int8" in said
+    assert (
+        f"encryption at rest: disk.encryption_key_file = {tmp_path}/all (key {shared.name}), "
+        f"tenants.acme.encryption_key_file = {tmp_path}/acme (key {own.name})" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_a_replaced_drive_costs_its_blocks_and_those_behind_them(drives: Drives)
         lost = {number for number in (0, 100) if drives.places(store, [number]) == ["second"]}
         assert len(lost) == 1
     shutil.rmtree(drives.paths[1])
-    with pytest.raises(MissingDriveError, match="is empty: is its drive mounted"), drives.open():
+    with pytest.raises(MissingDriveError, match="is empty, as a place where no drive is mounted"), drives.open():
         pass
     with drives.open(drop_missing=True) as store:
         kept = drives.check(store)

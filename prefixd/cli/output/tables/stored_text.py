@@ -13,12 +13,12 @@ from prefixd.v1 import admin_pb2
 
 
 def stored_line(stored: admin_pb2.StoredStats) -> str | None:
-    """Returns what codecs save on disk: `disk: 412.0 GiB stored of 803.0 GiB (int8, saved 49%), largest error 0.9% (RMS
-    0.4%)`; None where no codec is chosen and none was."""
+    """Returns what codecs save on disk: `disk: 412.0 GiB stored of 803.0 GiB, saved 49% (disk.codec = int8), largest
+    error 0.9% (RMS 0.4%)`; None where no codec is chosen and none was."""
     if not _uses_codecs(stored):
         return None
     line = f"disk: {as_size(stored.stored_bytes)} stored of {as_size(stored.exact_bytes)}"
-    line += f" ({stored.codec}, saved {_saved(stored):.0%})"
+    line += f", saved {_saved(stored):.0%} (disk.codec = {stored.codec})"
     if stored.altered_blocks:
         line += f", {errors_text(*_errors(stored))}"
     if refused := sum(stored.refused_parts.values()):

@@ -73,6 +73,7 @@ def test_without_a_daemon_the_host_is_checked(cli: Cli) -> None:
         ("cpu.bytes=900TB", "configuration: no file, the defaults are used; a daemon would not start: cpu.bytes = "),
         ("disk.bytes=900TB", "free space there, lower disk.bytes by"),
         ("worker.model=/no/model", "worker.model = /no/model is not a directory"),
+        ("disk.encryption_key_file=/no/keys", "would not start: disk.encryption_key_file = /no/keys: No such file"),
         ("cache.eviction=best", "configuration: cache.eviction"),
     ],
 )

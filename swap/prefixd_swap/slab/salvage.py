@@ -17,6 +17,7 @@ from prefixd_swap.errors import MissingKeyError, RecordDamagedError, StorageErro
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.index.block_record import KEY_BYTES, NAMESPACE_BYTES, BlockRecord, decode_record, index_key
 from prefixd_swap.slab.index.lmdb_file import read_trees, tree_entries
+from prefixd_swap.slab.index.rows import USED_CODECS, USED_KEYS, decode_used_keys
 from prefixd_swap.slab.index.set_aside import SetAside
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import PAGE_BYTES
@@ -45,6 +46,10 @@ class Salvaged:
     """Specs of their namespaces, by id."""
     pins: list[bytes] = field(default_factory=list)
     """Index keys of those that were pinned."""
+    used_keys: set[int] = field(default_factory=set)
+    """Ids of keys that may encrypt them."""
+    used_codecs: set[int] = field(default_factory=set)
+    """Numbers of codecs that may have made them smaller."""
 
 
 def salvage(
@@ -94,10 +99,14 @@ def salvage(
         named = trees[b"blocks"].entries if b"blocks" in trees else found.blocks or 0
         if unreadable := max(0, named - result.there - len(records) - result.lost[NO_KEY]):
             result.lost[UNREADABLE] = unreadable
-        specs = {key: spec for key, spec in rows(b"namespaces") if len(key) == NAMESPACE_BYTES}
+        names = dict(rows(b"namespaces"))
+        specs = {key: spec for key, spec in names.items() if len(key) == NAMESPACE_BYTES}
+        result.used_keys.update(decode_used_keys(names.get(USED_KEYS, b"")))
+        result.used_codecs.update(names.get(USED_CODECS, b""))
         pinned = {key for key, _ in rows(b"pins") if len(key) == NAMESPACE_BYTES + KEY_BYTES}
     finally:
         os.close(fd)
+    opened = {namespace: store.open_spec(namespace, spec) for namespace, spec in specs.items()}
     clashing = _clashing(known.values(), [record for record, _ in records.values()])
     in_order = sorted(records.items(), key=lambda row: row[1][0].depth)
     kept = set(known)
@@ -105,7 +114,9 @@ def salvage(
         step(at, len(in_order))
         if record.namespace not in specs:
             result.lost[UNREADABLE] += 1
-        elif not usable(specs[record.namespace], record):
+        elif (spec := opened[record.namespace]) is None:
+            result.lost[NO_KEY] += 1
+        elif not usable(spec, record):
             result.lost[UNUSABLE] += 1
         elif record.parent and index_key(record.namespace, record.parent) not in kept:
             result.lost[NO_PARENT] += 1
@@ -115,6 +126,7 @@ def salvage(
             kept.add(key)
             result.rows.append((key, value))
             result.namespaces[record.namespace] = specs[record.namespace]
+            result.used_keys.update(part.key_id for part in record.parts if part is not None and part.key_id)
             if key in pinned:
                 result.pins.append(key)
     result.blocks = len(result.rows)

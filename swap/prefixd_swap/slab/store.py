@@ -376,7 +376,12 @@ class SlabStore:
         return np.setdiff1d(known, stored[0])
 
     def adopt(
-        self, rows: Sequence[tuple[bytes, bytes]], namespaces: Mapping[bytes, bytes], pins: Sequence[bytes]
+        self,
+        rows: Sequence[tuple[bytes, bytes]],
+        namespaces: Mapping[bytes, bytes],
+        pins: Sequence[bytes],
+        used_keys: Collection[int] = (),
+        used_codecs: Collection[int] = (),
     ) -> None:
         """Enter blocks that `salvage` has found in free slots. The caller must not write meanwhile.
 
@@ -384,11 +389,17 @@ class SlabStore:
             rows: index key and value of each, parents first.
             namespaces: encoded specs by id; existing ones are kept.
             pins: index keys of pinned blocks.
+            used_keys: ids of keys that may encrypt them.
+            used_codecs: numbers of codecs that may have made them smaller.
 
         Raises:
             StorageError: I/O failed; some blocks may have been entered.
         """
         with self._changes.operation():
+            if used_keys or used_codecs:
+                self._directory.allow_coded()
+            self._index.add_used_keys(used_keys)
+            self._index.add_used_codecs(used_codecs)
             known = self._index.namespaces()
             self._index.put_namespaces({each: spec for each, spec in namespaces.items() if each not in known})
             for start in range(0, len(rows), _ADOPTED_AT_ONCE):

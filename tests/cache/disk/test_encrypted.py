@@ -14,11 +14,13 @@ from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import check_integrity
 from prefixd.cache.coding.namespace_codings import TierCodec
 from prefixd.cache.disk.part_coder import CodedBlocks
+from prefixd.cache.disk.restore import is_usable
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
 from prefixd_swap.errors import MissingKeyError, OutOfMemoryError
 from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
 from prefixd_swap.slab.index.block_record import DiskPart, NewBlock
+from prefixd_swap.slab.salvage import salvage
 from prefixd_swap.spans import Span
 from tests.cache.disk.coded_rig import SHAPE, CodedRig
 from tests.rig import BLOCK_TOKENS
@@ -236,3 +238,27 @@ async def test_a_key_that_comes_while_parts_are_coded_encrypts_them(
     assert usage.records == {NEW.id: 3} and usage.bytes.keys() == {NEW.id} and not in_clear(rig, PROMPT)
     await reopen(rig, RestKeys((NEW,)))
     assert rig.restored == 3 and await rig.get(PROMPT) == 3
+
+
+@pytest.mark.parametrize("anew", [False, True])
+async def test_encrypted_blocks_of_an_index_that_was_set_aside_are_brought_back(make: MakeRig, anew: bool) -> None:
+    """`anew`: into an index that never had a block."""
+    rig = make(codec="lossless")
+    rows = await rig.to_disk_alone(PROMPT)
+    rig.store._index.set_copy_aside("a test", 3)
+    if anew:
+        await rig.close()
+        (rig.path / "index" / "data.mdb").unlink()
+        rig._open()
+    else:
+        rig.cache.mover.disk.damaged.drop(rig.trie, np.array(rows), StorageError("no more wanted"))
+        await rig.cache.mover.quiesce()
+        await rig.restart()
+    assert rig.restored == 0
+    (found,) = rig.store.set_aside()
+    result = salvage(found, rig.store, usable=is_usable)
+    assert result.blocks == 3 and not result.lost
+    rig.store.adopt(result.rows, result.namespaces, result.pins, result.used_keys, result.used_codecs)
+    await rig.restart()
+    assert rig.restored == 3 and await rig.get(PROMPT) == 3
+    assert rig.store.used_codecs() == [1] and rig.store._index.used_keys() == [NEW.id]

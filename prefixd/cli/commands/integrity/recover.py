@@ -140,7 +140,7 @@ def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
             with blocks_bar(f"reading the blocks of {index.path.name}") as step:
                 result = salvage(index, store, step, is_usable)
             if not dry_run:
-                store.adopt(result.rows, result.namespaces, result.pins)
+                store.adopt(result.rows, result.namespaces, result.pins, result.used_keys, result.used_codecs)
                 discard(index)
             outcomes.append(
                 _Outcome(str(index.path), index.reason, result.blocks, len(result.pins), result.there, result.lost)

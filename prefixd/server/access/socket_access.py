@@ -56,7 +56,7 @@ class SocketAccess:
         search = self.mode >> 2 & 0o011 | self.mode >> 1 & 0o011
         _refuse_links(directory)
         made = not os.path.lexists(directory)
-        _make_folder(directory)
+        _make_folder(directory, f"directory {directory}")
         found = directory.stat()
         mode = stat.S_IMODE(found.st_mode)
         if found.st_uid not in (0, os.geteuid()):
@@ -147,7 +147,7 @@ def make_private(name: str, directory: Path) -> None:
         ConfigError: the directory cannot be made, belongs to another user, or other users can write to it.
     """
     _refuse_links(directory)
-    _make_folder(directory)
+    _make_folder(directory, f"{name} = {directory}")
     found = directory.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.geteuid():
@@ -212,9 +212,9 @@ def _refuse_links(directory: Path) -> None:
             )
 
 
-def _make_folder(directory: Path) -> None:
+def _make_folder(directory: Path, named: str) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         why = "a file of that name exists" if error.errno == errno.EEXIST else error.strerror
-        raise ConfigError(f"directory {directory} cannot be made ({why}); choose another path") from error
+        raise ConfigError(f"{named} cannot be made ({why}); choose another path") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.base.errors import ConfigError
+from prefixd.server.access.socket_access import make_private
 from prefixd.server.startup.storage import open_store
 from prefixd.settings import Settings
 from prefixd.settings.checks import check_start
@@ -44,6 +45,12 @@ def test_directories_that_overlap_are_refused_before_one_is_made(tmp_path: Path,
         settings(tmp_path, more_paths=more.format(tmp_path))
     assert says.format(tmp_path) in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"disk\.more_paths\[1\] = .*/file/third cannot be made \(Not a directory\)"):
+        make_private("disk.more_paths[1]", tmp_path / "file" / "third")
 
 
 def test_directories_whose_names_begin_alike_do_not_overlap(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefixd.base.tenancy.tenants import Tenant, Tenants
-from prefixd.cache.coding.codec_choice import check_codec_installed
+from prefixd.cache.coding.codec_choice import check_codec_installed, import_codec
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
@@ -78,6 +78,7 @@ class Registration:
         if self._registry.find(spec) is None:
             spec.check()  # before any namespace is forgotten for it
             check_codec_installed(spec)
+            await import_codec(spec)
             await self._room.make(session.tenant, spec.nbytes)
             self._leases.session(session.id)
         namespace = self.register(spec)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prefixd.base.codec_names import CODEC_NAMES, CODECS_EXTRA, CodecName
 from prefixd.base.errors import PreconditionError
 from prefixd.base.extras import MissingExtraError, require
+from prefixd.base.long_work.steps import in_thread
 from prefixd.base.tenancy.tenants import COMMON, Tenants
 from prefixd.cache.namespaces import NamespaceSpec
+from prefixd_swap.codecs.registry import find_codec
+from prefixd_swap.errors import UnavailableCodecError
 
 
 def codec_of(spec: NamespaceSpec, tenants: Tenants, tier: CodecName) -> CodecName:
@@ -38,3 +43,19 @@ def check_codec_installed(spec: NamespaceSpec) -> None:
         raise PreconditionError(
             f"{error}, where the daemon runs, and restart it; or register the namespace without a codec"
         ) from error
+
+
+async def import_codec(spec: NamespaceSpec) -> None:
+    """Imports the codec that a namespace asks for in a thread: that takes half a second, for which the event loop would
+    stand still at the namespace's first block.
+
+    Raises:
+        PreconditionError: its packages cannot be imported.
+        ExhaustedError: no thread can be started.
+    """
+    if spec.codec not in CODEC_NAMES or spec.codec == "exact":
+        return
+    try:
+        await in_thread(partial(find_codec, spec.codec))
+    except UnavailableCodecError as error:
+        raise PreconditionError(f"namespace {spec.name!r}: {error}; or register it without a codec") from error

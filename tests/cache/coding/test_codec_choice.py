@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.base.codec_names import CODEC_NAMES, LOSSY, CodecName
+from prefixd.base.errors import PreconditionError
 from prefixd.base.tenancy.tenants import COMMON, Tenants
 from prefixd.cache import NamespaceSpec, PartSpec
+from prefixd.cache.coding import codec_choice
 from prefixd.cache.coding.codec_choice import codec_of
+from prefixd_swap.codecs.codec import Codec
 from prefixd_swap.codecs.registry import CODECS, find_codec
+from prefixd_swap.errors import UnavailableCodecError
+from tests.rig import Rig
 
 
 def spec_of(tenant: str, codec: str = "") -> NamespaceSpec:
@@ -64,3 +72,33 @@ def test_what_is_common_to_all_loses_no_more_than_its_most_careful_owner_allows(
 def test_names_are_those_of_the_codecs_and_ordered_by_what_they_alter() -> None:
     assert tuple(CODECS) == CODEC_NAMES
     assert {name for name in CODEC_NAMES if find_codec(name).lossy} == LOSSY == frozenset(CODEC_NAMES[2:])
+
+
+async def test_the_codec_of_a_new_namespace_is_imported_while_the_event_loop_goes_on(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, found = make_rig(), list[tuple[str, bool]]()
+
+    def find(name: str) -> Codec:
+        found.append((name, threading.current_thread() is threading.main_thread()))
+        return find_codec(name)
+
+    monkeypatch.setattr(codec_choice, "find_codec", find)
+    session = rig.cache.leases.open("engine", 1, 0.0, rig.cache.tenants.default)
+    for codec in ("", "exact", "lossless"):
+        await rig.cache.open_namespace(session, spec_of("default", codec))
+    assert found == [("lossless", False)]
+
+
+async def test_a_codec_that_cannot_be_imported_is_refused_before_a_block_comes(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> Codec:
+        raise UnavailableCodecError(f"codec {name}: a package is missing")
+
+    monkeypatch.setattr(codec_choice, "find_codec", refuse)
+    rig = make_rig()
+    session = rig.cache.leases.open("engine", 1, 0.0, rig.cache.tenants.default)
+    with pytest.raises(PreconditionError, match="'model': codec lossless: a package is missing; or register it without"):
+        await rig.cache.open_namespace(session, spec_of("default", "lossless"))
+    assert not session.namespaces

@@ -131,9 +131,11 @@ class PartCoder:
                 return self._collect([_code(replace(job, coding=None)) for job in jobs if job.key is not None])
         loop, threads = asyncio.get_running_loop(), self._codings.tier.threads
         shares = [jobs[at::threads] for at in range(threads)]
-        done = await asyncio.gather(
-            *(loop.run_in_executor(self._threads, partial(_code_all, share)) for share in shares if share)
-        )
+        running = [loop.run_in_executor(self._threads, partial(_code_all, share)) for share in shares if share]
+        try:
+            done = await asyncio.gather(*running)
+        finally:
+            await asyncio.gather(*running, return_exceptions=True)  # they read memory that the caller holds
         self.busy_s += sum(seconds for _, seconds in done)
         return self._collect([outcome for outcomes, _ in done for outcome in outcomes])
 

@@ -99,6 +99,8 @@ async def test_a_codec_that_cannot_be_imported_is_refused_before_a_block_comes(
     monkeypatch.setattr(codec_choice, "find_codec", refuse)
     rig = make_rig()
     session = rig.cache.leases.open("engine", 1, 0.0, rig.cache.tenants.default)
-    with pytest.raises(PreconditionError, match="'model': codec lossless: a package is missing; or register it without"):
+    with pytest.raises(
+        PreconditionError, match="'model': codec lossless: a package is missing; or register it without"
+    ):
         await rig.cache.open_namespace(session, spec_of("default", "lossless"))
     assert not session.namespaces

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ from prefixd.base.codec_names import CodecName
 from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
 from prefixd.cache.coding.namespace_codings import TierCodec
+from prefixd.cache.disk import part_coder
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
+from prefixd_swap import OutOfMemoryError
 from prefixd_swap.codecs.lossless import LosslessCodec
 from tests.cache.disk.coded_rig import SHAPE, CodedRig
+from tests.waiting import WAIT_S
 
 PROMPT = [1, 2, 3]
 MakeCoded = Callable[..., CodedRig]
@@ -187,6 +192,24 @@ async def test_a_block_that_memory_lacks_to_decode_is_not_lost(
         assert "no memory" in rig.cache.tiers.troubles.of_tier(rig.durable)
     assert await rig.cache.mover.disk.health.revive()
     assert await rig.get(PROMPT) == len(PROMPT)
+
+
+async def test_after_an_error_no_thread_reads_memory_any_more(make: MakeCoded, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make("lossless")
+    ended, begun = list[bool](), threading.Barrier(2)
+
+    def code(jobs: Sequence[Any]) -> None:
+        begun.wait(WAIT_S)
+        if jobs[0].row % 2:
+            raise OutOfMemoryError("no more")
+        time.sleep(0.2)
+        ended.append(True)
+
+    monkeypatch.setattr(part_coder, "_code_all", code)
+    await rig.put(PROMPT[:2])
+    with pytest.raises(OutOfMemoryError):
+        await rig.cache.write_back.flush()
+    assert ended == [True]
 
 
 def no_memory(*_: object) -> None:

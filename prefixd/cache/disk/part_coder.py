@@ -25,6 +25,7 @@ from prefixd_swap.codecs.codec import Refused, UInt8s
 from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.codecs.coding import Coded, Coding, code
 from prefixd_swap.codecs.registry import CODECS
+from prefixd_swap.errors import EncodingError
 from prefixd_swap.sealing.rest_keys import RestKey
 from prefixd_swap.sealing.sealed_objects import part_identity, seal
 from prefixd_swap.slab.index.block_record import Errors
@@ -227,13 +228,16 @@ def _code_all(jobs: Sequence[_Job]) -> tuple[list[_Outcome], float]:
 
 
 def _code_if_possible(job: _Job) -> _Outcome:
-    """As `_code`; a part for which the codec finds no memory is stored as it is.
+    """As `_code`; a part is stored as it is if the codec finds no memory, or does not decode what it has encoded.
 
     Raises:
         OutOfMemoryError: it must be encrypted, and there is no memory for that either.
     """
     try:
         return _code(job)
+    except EncodingError as error:
+        log.error("a block is written as it is; this is a defect of the codec, report it: %s", error)
+        return replace(_code(replace(job, coding=None)), job=job, refused="encoding_failed")
     except MemoryError:
         try:
             return replace(_code(replace(job, coding=None)), job=job, refused="no_memory")

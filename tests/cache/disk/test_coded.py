@@ -19,6 +19,7 @@ from prefixd.cache.disk import part_coder
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
 from prefixd_swap import OutOfMemoryError
 from prefixd_swap.codecs.lossless import LosslessCodec
+from prefixd_swap.errors import EncodingError
 from tests.cache.disk.coded_rig import SHAPE, CodedRig
 from tests.waiting import WAIT_S
 
@@ -173,11 +174,20 @@ async def test_quotas_count_what_is_stored(make: MakeCoded) -> None:
     assert used == rig.durable.used_bytes < 8 * SHAPE.nbytes
 
 
-async def test_without_memory_for_a_codec_blocks_stay_exact(make: MakeCoded, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"), [(MemoryError(), "no_memory"), (EncodingError("a defect"), "encoding_failed")]
+)
+async def test_blocks_stay_exact_if_a_codec_fails(
+    make: MakeCoded, error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = make("lossless")
-    monkeypatch.setattr(LosslessCodec, "encode", no_memory)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LosslessCodec, "encode", fail)
     rows = await rig.to_disk_alone(PROMPT)
-    assert not rig.trie.coded_bytes[rows].any() and rig.cache.mover.coder.refused == {"no_memory": len(PROMPT)}
+    assert not rig.trie.coded_bytes[rows].any() and rig.cache.mover.coder.refused == {reason: len(PROMPT)}
     assert await rig.get(PROMPT) == len(PROMPT)
 
 

@@ -53,7 +53,10 @@ def print_requests(requests: Sequence[pb.RequestInfo]) -> None:
 def print_request_list(requests: Sequence[pb.RequestInfo]) -> None:
     """Prints a line for each request: how late its first token was, and the main cause."""
     if not requests:
-        print("no request is remembered: none came since the daemon's start, or server.request_records is 0")
+        print(
+            "no request is remembered: none came since the daemon's start, or server.request_records is 0; engines' "
+            "calls are listed with --calls"
+        )
         return
     numbers = ("first token", "cached", "of")
     made = table("request", "tenant", *numbers, "outcome", "why", right=numbers)

@@ -91,7 +91,7 @@ def _first_token(options: harness.Options) -> dict[str, Any]:
 def _worker_tokens(options: harness.Options) -> dict[str, Any]:
     _, encode = load_smollm2()
     prefix, answer = (96, 16) if options.short else (_PREFIX, _FOLLOWING)
-    prompts = passages(encode, prefix + 1)[: 2 if options.short else None]
+    prompts = passages(encode, prefix + 1)[: 3 if options.short else None]
     settings = {"worker.model": model_folder(), "worker.dtype": "bfloat16", "worker.threads": 1}
     served = worker_tokens.Served(settings, worker_tokens.BLOCK_TOKENS * KV_TOKEN_BYTES, prompts, answer)
     with (

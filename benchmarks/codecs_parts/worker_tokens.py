@@ -29,7 +29,7 @@ class Served:
     Attributes:
         settings: which model the worker has: `{"worker.embedded": True}`.
         block_bytes: of a block of `BLOCK_TOKENS` tokens.
-        prompts: tokens; all about as long.
+        prompts: tokens; three at least, about as long: the GPU tier has room for one and a little of another.
         answer_tokens: of each answer.
     """
 

@@ -64,7 +64,7 @@ def _examples(page: Path) -> list[str]:
 @pytest.mark.parametrize("text", [text for page in sorted((ROOT / "docs").rglob("*.md")) for text in _examples(page)])
 def test_the_pages_examples_are_valid(text: str, tmp_path: Path) -> None:
     settings = load(text, tmp_path)
-    assert settings.remote.url or settings.tenants or settings.events.endpoint
+    assert settings.remote.url or settings.tenants or settings.events.endpoint or settings.disk.model_fields_set
 
 
 def test_there_is_an_example_for_each_store() -> None:

@@ -8,7 +8,8 @@ on a file system in memory where that has room: the device is not what is measur
 
 worst_excess_pages is the bytes that one operation evicted beyond the bytes it asked for, in pages, in the worst
 operation; it must be at most 1. utilisation is the share of the capacity that blocks have, the lowest after any
-operation once the tier was full; it must be at least 0.95. wrong_bytes must be 0.
+operation once the tier was full; it must be at least 0.95 (coded_utilisation, of the tier with a codec: 0.9).
+wrong_bytes must be 0.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from benchmarks.storage.mixed_tier import Figures, Mixture, TierName, mixed_tier
 
 WORST_EXCESS_PAGES = 1.0
 LEAST_UTILISATION = 0.95
+LEAST_CODED_UTILISATION = 0.9
+"""The end of a page is lost for half a part, and pages of these small tiers have four to sixteen."""
 _KIB, _MIB = 1 << 10, 1 << 20
 
 MIXTURES = {
@@ -69,7 +72,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             runs.append({"mixture": name, **asdict(figures)})
     return {
         "worst_excess_pages": max(run["worst_excess_pages"] for run in runs),
-        "utilisation": min(run["utilisation"] for run in runs),
+        "utilisation": min((run["utilisation"] for run in runs if run["tier"] != "coded"), default=1.0),
+        "coded_utilisation": min((run["utilisation"] for run in runs if run["tier"] == "coded"), default=1.0),
         "wrong_bytes": sum(run["wrong_bytes"] for run in runs),
         "runs": runs,
     }
@@ -77,7 +81,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def violations(result: dict[str, Any]) -> list[str]:
     """What a result breaks of what must hold, in words."""
-    most, least = {"worst_excess_pages": WORST_EXCESS_PAGES}, {"utilisation": LEAST_UTILISATION}
+    most = {"worst_excess_pages": WORST_EXCESS_PAGES}
+    least = {"utilisation": LEAST_UTILISATION, "coded_utilisation": LEAST_CODED_UTILISATION}
     return harness.missed(result, zero=["wrong_bytes"], most=most, least=least)
 
 

@@ -55,6 +55,10 @@ class UnavailableCodecError(StorageError):
     """No codec has this name, or a package that it needs is not installed."""
 
 
+class CodecShortageError(UnavailableCodecError):
+    """The system has no descriptors or memory to load a codec now; try again later."""
+
+
 class ChecksumError(StorageError):
     """Bytes read from disk are not the bytes that were written."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from prefixd.base.codec_names import CODEC_NAMES, CODECS_EXTRA, CodecName
@@ -11,7 +12,9 @@ from prefixd.base.long_work.steps import in_thread
 from prefixd.base.tenancy.tenants import COMMON, Tenants
 from prefixd.cache.namespaces import NamespaceSpec
 from prefixd_swap.codecs.registry import find_codec
-from prefixd_swap.errors import UnavailableCodecError
+from prefixd_swap.errors import CodecShortageError, UnavailableCodecError
+
+log = logging.getLogger(__name__)
 
 
 def codec_of(spec: NamespaceSpec, tenants: Tenants, tier: CodecName) -> CodecName:
@@ -47,7 +50,7 @@ def check_codec_installed(spec: NamespaceSpec) -> None:
 
 async def import_codec(spec: NamespaceSpec) -> None:
     """Imports the codec that a namespace asks for in a thread: that takes half a second, for which the event loop would
-    stand still at the namespace's first block.
+    stand still at the namespace's first block. In a shortage that is left to its first block.
 
     Raises:
         PreconditionError: its packages cannot be imported.
@@ -57,5 +60,7 @@ async def import_codec(spec: NamespaceSpec) -> None:
         return
     try:
         await in_thread(partial(find_codec, spec.codec))
+    except CodecShortageError as error:
+        log.warning("namespace %r: %s", spec.name, error)
     except UnavailableCodecError as error:
         raise PreconditionError(f"namespace {spec.name!r}: {error}; or register it without a codec") from error

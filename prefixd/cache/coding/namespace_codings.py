@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from prefixd.cache.coding.codec_choice import codec_of
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, PartSpec
 from prefixd_swap.codecs.coding import Coding
 from prefixd_swap.codecs.registry import find_codec
+from prefixd_swap.errors import CodecShortageError
 
 Codings = tuple[Coding | None, ...]
 """Of each part; None: it is stored raw."""
+
+log = logging.getLogger(__name__)
 
 _LOSSLESS: CodecName = "lossless"
 _LARGEST_BYTES = 1 << 32  # the trie counts stored bytes of a part in 32 bits
@@ -58,11 +62,13 @@ class NamespaceCodings:
         self._tenants = tenants
         self.tier = tier
         self._codings = lru_cache(maxsize=1024)(_codings)
+        self._warned = False  # that a codec cannot be loaded now
 
     def codings(self, ordinal: int) -> Codings:
-        """How the parts of the namespace with this ordinal are coded from now on."""
+        """How the parts of the namespace with this ordinal are coded from now on; raw while the codec cannot be
+        loaded."""
         spec = self._namespaces.at(ordinal).spec
-        return self._codings(spec.parts, codec_of(spec, self._tenants, self.tier.name), self.tier.most_error)
+        return self._loaded(spec.parts, codec_of(spec, self._tenants, self.tier.name), self.tier.most_error)
 
     def most_error(self, namespace: Namespace) -> float:
         """The largest RMS error that blocks of a namespace may have; 0: they are exact; infinite: as large as a codec
@@ -73,7 +79,16 @@ class NamespaceCodings:
 
     def without_loss(self, ordinal: int, part: int) -> Coding | None:
         """How a part of a namespace is coded of which memory has bytes from a lossy copy."""
-        return self._codings(self._namespaces.at(ordinal).spec.parts, _LOSSLESS, None)[part]
+        return self._loaded(self._namespaces.at(ordinal).spec.parts, _LOSSLESS, None)[part]
+
+    def _loaded(self, parts: tuple[PartSpec, ...], name: CodecName, most_error: float | None) -> Codings:
+        try:
+            return self._codings(parts, name, most_error)
+        except CodecShortageError as error:
+            if not self._warned:
+                log.warning("blocks are stored as they are for now: %s", error)
+            self._warned = True
+            return (None,) * len(parts)
 
 
 def _codings(parts: tuple[PartSpec, ...], name: CodecName, most_error: float | None) -> Codings:

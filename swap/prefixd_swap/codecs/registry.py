@@ -7,7 +7,7 @@ from functools import cache
 
 from prefixd_swap.codecs.codec import Codec
 from prefixd_swap.codecs.exact import ExactCodec
-from prefixd_swap.errors import UnavailableCodecError
+from prefixd_swap.errors import CodecShortageError, UnavailableCodecError
 
 CODECS = {"exact": 0, "lossless": 1, "int8": 2, "k8v4": 3}
 """The number of each codec, as stored bytes have it; a number never gets another meaning."""
@@ -23,6 +23,7 @@ def find_codec(codec: str | int) -> Codec:
 
     Raises:
         UnavailableCodecError: there is none, or a package that it needs is not installed.
+        CodecShortageError: it cannot be loaded now.
     """
     name = NAMES.get(codec) if isinstance(codec, int) else codec
     if name == "exact":
@@ -42,3 +43,5 @@ def find_codec(codec: str | int) -> Codec:
         raise UnavailableCodecError(
             f"codec {name}: a package is missing ({error}); run `pip install 'prefixd[codecs]'`"
         ) from error
+    except (OSError, MemoryError) as error:
+        raise CodecShortageError(f"codec {name} cannot be loaded now ({error}); it is tried again") from error

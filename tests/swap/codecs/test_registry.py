@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import builtins
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from prefixd_swap.codecs.registry import CODECS, find_codec
-from prefixd_swap.errors import UnavailableCodecError
+from prefixd_swap.errors import CodecShortageError, UnavailableCodecError
 
 
 @pytest.mark.parametrize(("name", "number"), [("exact", 0), ("lossless", 1), ("int8", 2), ("k8v4", 3)])
@@ -26,7 +28,7 @@ def test_only_codecs_that_need_packages_import_them_and_name_what_is_missing() -
     script = (
         "import sys, prefixd_swap.codecs.coding\n"
         "from prefixd_swap.codecs.registry import find_codec\n"
-        "from prefixd_swap.errors import UnavailableCodecError\n"
+        "from prefixd_swap.errors import CodecShortageError, UnavailableCodecError\n"
         "find_codec('exact')\n"
         "assert not {'numba', 'zstandard'} & set(sys.modules)\n"
         "sys.modules['numba'] = None  # importing it fails\n"
@@ -56,3 +58,18 @@ def test_threads_that_ask_for_their_first_codecs_at_once_all_get_them() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert ran.stdout == "int8 int8 k8v4 k8v4 lossless lossless\n", ran.stderr
+
+
+def test_a_shortage_is_no_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *rest: Any) -> Any:
+        if name.endswith("codecs.lossless"):
+            raise OSError(24, "Too many open files")
+        return really(name, *rest)
+
+    really = builtins.__import__
+    find_codec.cache_clear()
+    with monkeypatch.context() as short:
+        short.setattr(builtins, "__import__", refuse)
+        with pytest.raises(CodecShortageError, match="cannot be loaded now"):
+            find_codec("lossless")
+    assert find_codec("lossless").name == "lossless", "and it is tried again"

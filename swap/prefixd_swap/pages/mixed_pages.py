@@ -35,7 +35,10 @@ class MixedPages:
 
     def rebuild(self, table: PageTable) -> None:
         """Find the holes of `table`."""
-        self.__init__()  # type: ignore[misc]
+        self._holes.clear()
+        self._largest.clear()
+        self._by_largest.clear()
+        self._recent.clear()
         for page in np.flatnonzero(table.open & (table.length > 0) & (table.slot == IRREGULAR)).tolist():
             self.add(table, page)
 

@@ -93,7 +93,7 @@ class PageAllocator:
     def add(self, start: int, nbytes: int, lane: int = 0) -> None:
         """As `PageTable.add`."""
         self._table.add(start, nbytes, lane)
-        self._cut(self.page_bytes)
+        self._cut_empty(self.page_bytes)
 
     def remove(self, start: int) -> None:
         """As `PageTable.remove`."""
@@ -432,13 +432,17 @@ class PageAllocator:
         now = self.page_bytes if self.used_bytes else 1
         page_bytes = choose_page_bytes(self._sizes, self.capacity_bytes, now)
         if page_bytes != self.page_bytes:
-            self._cut(page_bytes)
+            self._cut_empty(page_bytes)
 
     def _cut(self, page_bytes: int) -> None:
         """Cut free space along the grid, and rebuild all lists."""
+        self._cut_empty(page_bytes)
+        self._mixed.rebuild(self._table)
+
+    def _cut_empty(self, page_bytes: int) -> None:
+        """As `_cut`, where pages with slots stay what they are: a tier may have a million slots in mixed pages."""
         self._table.cut(page_bytes)
         self._lists.rebuild(self._table)
-        self._mixed.rebuild(self._table)
 
     def _open_page(self, slot: int, lane: int | None) -> int | None:
         """Cut an empty page into slots of this size: of the best length, the lowest; None when there is none.

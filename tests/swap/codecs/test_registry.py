@@ -41,6 +41,7 @@ def test_only_codecs_that_need_packages_import_them_and_name_what_is_missing() -
         assert line.startswith(f"codec {name}: a package is missing") and "pip install 'prefixd[codecs]'" in line
 
 
+@pytest.mark.slow
 def test_threads_that_ask_for_their_first_codecs_at_once_all_get_them() -> None:
     script = (
         "import sys, threading\n"

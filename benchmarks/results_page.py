@@ -19,6 +19,7 @@ from benchmarks.papers_parts.catalogue import FIGURES
 from benchmarks.results_parts import provenance
 from benchmarks.results_parts.attacks import ATTACKS
 from benchmarks.results_parts.cache import CACHE
+from benchmarks.results_parts.codecs import CODECS
 from benchmarks.results_parts.engines import ENGINES
 from benchmarks.results_parts.gpu import GPU
 from benchmarks.results_parts.readme import BLOCKS
@@ -37,6 +38,7 @@ SECTIONS: Mapping[str, Mapping[str, Sentence]] = {
     "prefixd's own server": SERVING,
     "On a GPU": GPU,
     "The cache": CACHE,
+    "Codecs": CODECS,
     "Crashes, damage, attacks": ATTACKS,
 }
 """By heading: the sentence of each file, by its name or a pattern of names, in the order of the page."""

@@ -108,23 +108,6 @@ def _plan(r: Figures) -> str:
     )
 
 
-def _plan_codec(r: Figures) -> str:
-    codec = next(each["codec"] for each in r["points"] if each["codec"] != "exact")
-
-    def compared(disk_bytes: int) -> str:
-        exact, coded = (row(r["points"], disk_bytes=disk_bytes, codec=name) for name in ("exact", codec))
-        return (
-            f"with {tier_size(disk_bytes)} {coded['hit_rate']:.1%} instead of {exact['hit_rate']:.1%}, the first token "
-            f"after {coded['ttft_s']['p50']:.2f} s instead of {exact['ttft_s']['p50']:.2f} s (median)"
-        )
-
-    sizes = sorted({each["disk_bytes"] for each in r["points"]})
-    return (
-        f"`prefixd plan --codec {codec}` for {r['points'][0]['requests']:,} requests of Mooncake's conversation trace "
-        f"on {r['model']}: of the prompt tokens a disk tier with {codec} finds {'; '.join(map(compared, sizes))}"
-    )
-
-
 def _sizes(enough: Figures) -> dict[str, int]:
     return {"cpu_bytes": enough["cpu_bytes"], "disk_bytes": enough["disk_bytes"]}
 
@@ -218,7 +201,6 @@ SERVING: Mapping[str, Sentence] = {
     "layerwise.json": _layerwise,
     "scheduler.json": _scheduler,
     "plan.json": _plan,
-    "plan_codec.json": _plan_codec,
     "plan_check.json": _plan_check,
     "plan_check_*.json": _plan_check,
     "worker.json": _worker,

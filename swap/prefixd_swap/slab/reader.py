@@ -47,9 +47,9 @@ class SlabReader:
     ) -> list[PartRead]:
         """As `SlabStore.read_all`.
 
-        Parts in adjacent slots are read together if they are small or their memory is adjacent too: a call for each
-        costs more than a copy, and threads that make thousands of calls a second delay all others by the interpreter's
-        lock.
+        Parts in adjacent slots are read together if they are small or coded, or if their memory is adjacent too: a call
+        for each costs more than a copy, and threads that make thousands of calls a second delay all others by the
+        interpreter's lock.
         """
         spans, names = [Span(address, nbytes) for address in addresses], identities or [b""] * len(parts)
         results: list[PartRead] = []
@@ -126,6 +126,8 @@ def _follows(parts: Sequence[DiskPart], spans: Sequence[Span], at: int) -> bool:
     before, part = parts[at - 1], parts[at]
     if part.slot != before.slot + round_to_slot(before.nbytes) // PAGE_BYTES or not part.slot % (1 << INDEX_BITS):
         return False
+    if before.coded and part.coded:  # decoded from where they are read to, so that nothing more is copied
+        return True
     if max(before.nbytes, part.nbytes) <= SMALL_BYTES:
         return True
     adjacent = spans[at].address == spans[at - 1].address + round_to_slot(part.nbytes)

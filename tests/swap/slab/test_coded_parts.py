@@ -16,6 +16,7 @@ from prefixd_swap.codecs.coded_part import CodedPart
 from prefixd_swap.codecs.coding import Coded, Coding, Decoded, code
 from prefixd_swap.codecs.registry import find_codec
 from prefixd_swap.errors import ChecksumError, FormatError
+from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.index.record_columns import OF_ANY_SIZE
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
@@ -90,6 +91,25 @@ def test_coded_and_raw_parts_are_read_and_survive_a_restart(tmp_path: Path, nbyt
     store.check_integrity()
     store.remove([(NAMESPACE, key(at)) for at in reversed(range(6))])
     assert store.used_bytes == 0
+    store.close()
+
+
+def test_coded_neighbours_are_read_together_wherever_they_go(tmp_path: Path) -> None:
+    class Device(FileOps):
+        reads = 0
+
+        def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+            self.reads += 1
+            return super().pread(fd, buffer, offset)
+
+    data, device = contents(4, 128 << 10), Device()  # all in one mixed page
+    store = SlabStore.open(tmp_path / "store", 8 << 20, io="direct", ops=device)
+    parts = [each.parts[0] for each in store.write(blocks(data)) if each is not None]
+    stored = [part for part in parts if part is not None]
+    assert max(part.nbytes for part in stored) > 64 << 10
+    device.reads = 0
+    assert all((one == other).all() for one, other in zip(read(store, stored, 128 << 10), data, strict=True))
+    assert device.reads == 1
     store.close()
 
 

@@ -19,7 +19,7 @@ from benchmarks.papers_parts.catalogue import FIGURES
 from benchmarks.results_parts import provenance
 from benchmarks.results_parts.attacks import ATTACKS
 from benchmarks.results_parts.cache import CACHE
-from benchmarks.results_parts.codecs import CODECS
+from benchmarks.results_parts.coded_blocks import CODECS
 from benchmarks.results_parts.engines import ENGINES
 from benchmarks.results_parts.gpu import GPU
 from benchmarks.results_parts.readme import BLOCKS

@@ -59,18 +59,25 @@ class Decoded:
         checksum: xxh3_64 of the decoded bytes.
         codec: the codec's name.
         lossy: the bytes are not the exact ones.
-        largest, rms: the errors of the worst layer, see `LayerErrors`; 0 if the codec is lossless.
-        errors: of each layer.
+        errors: of each layer; None if the codec is lossless.
         seconds: that decoding and verifying took.
     """
 
     checksum: int
     codec: str
     lossy: bool
-    largest: float
-    rms: float
     errors: LayerErrors | None
     seconds: float = 0.0
+
+    @property
+    def largest(self) -> float:
+        """The largest error of the worst layer, see `LayerErrors`; 0 if the codec is lossless."""
+        return 0.0 if self.errors is None else float(self.errors.largest.max())
+
+    @property
+    def rms(self) -> float:
+        """Likewise the RMS error."""
+        return 0.0 if self.errors is None else float(self.errors.rms.max())
 
 
 def code(data: UInt8s, coding: Coding) -> Coded | Refused:
@@ -129,8 +136,6 @@ def decode_object(stored: UInt8s, into: UInt8s) -> Decoded:
         header.checksum,
         codec.name,
         codec.lossy,
-        0.0 if header.errors is None else float(header.errors.largest.max()),
-        0.0 if header.errors is None else float(header.errors.rms.max()),
         header.errors,
         time.perf_counter() - begun_s,
     )

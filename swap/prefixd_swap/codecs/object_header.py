@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,7 @@ _FIXED: Final = struct.Struct("<4sBBB5s4xQQQ5I4x")
 _CHECK: Final = struct.Struct("<Q")
 _DTYPES: Final = (None, "bfloat16", "float16", "float32")
 _NO_SHAPE: Final = (0, bytes(5), (0, 0, 0, 0))
+_SHAPES: Final = 256  # that are kept: a daemon's namespaces have few
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def read_header(stored: UInt8s) -> Header:
         raise EncodingError("the header of a coded object is damaged: its checksum differs")
     if codec not in NAMES:
         raise EncodingError(f"a coded object has codec {codec}; this prefixd has {', '.join(CODECS)}")
-    shape = _read_shape(dtype, axes, sizes)
+    shape = _read_shape(dtype, axes, *sizes)
     if shape is not None and shape.nbytes != nbytes:
         raise EncodingError(f"a part of {nbytes} bytes cannot be {shape}, which has {shape.nbytes}")
     if layers and (shape is None or layers != shape.layers):
@@ -110,12 +112,12 @@ def read_header(stored: UInt8s) -> Header:
     )
 
 
-def _read_shape(dtype: int, axes: bytes, sizes: list[int]) -> PartShape | None:
-    if (dtype, axes, tuple(sizes)) == _NO_SHAPE:
+@lru_cache(_SHAPES)
+def _read_shape(dtype: int, axes: bytes, layers: int, tokens: int, heads: int, channels: int) -> PartShape | None:
+    if (dtype, axes, (layers, tokens, heads, channels)) == _NO_SHAPE:
         return None
     if not 0 < dtype < len(_DTYPES) or max(axes) >= len(AXES):
         raise EncodingError(f"a coded object has dtype {dtype} and axes {list(axes)}, which no part has")
-    layers, tokens, heads, channels = sizes
     try:
         return PartShape(str(_DTYPES[dtype]), layers, tokens, heads, channels, tuple(AXES[axis] for axis in axes))
     except GeometryError as error:

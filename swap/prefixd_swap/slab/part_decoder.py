@@ -47,7 +47,7 @@ class PartDecoder:
             return decode_object(opened, into)
         if head.nbytes != into.size:
             raise EncodingError(f"an encrypted part has {head.nbytes} bytes, and its block's has {into.size}")
-        return Decoded(open_sealed(stored, self._keys, identity, into), "exact", False, 0.0, 0.0, None)
+        return Decoded(open_sealed(stored, self._keys, identity, into), "exact", False, None)
 
     def _buffer(self, nbytes: int) -> UInt8s:
         """Memory that the calling thread keeps, up to `_KEPT_BYTES`."""

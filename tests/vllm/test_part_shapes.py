@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from prefixd.integrations.vllm.options import ConnectorOptions
 from tests.integrations.vllm import test_part_shapes as stand_ins
 from tests.integrations.vllm.test_part_shapes import DTYPE, NAMES, Engine, Layer, found
 
@@ -33,7 +34,7 @@ def engine_of(layout: KVCacheLayout, layer: Any, *, page_tokens: int = 16, kerne
     tensor = KVCacheTensor(BLOCKS * len(NAMES) * spec.page_size_bytes, NAMES, of_layer, of_block)
     cache = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(NAMES, spec)])
     tensors = allocate_kv_cache(cache, torch.device("cpu"), layout, [kernel])
-    return Engine(cache, tensors, layer, block_tokens=2 * page_tokens)
+    return Engine(cache, tensors, layer, ConnectorOptions(block_tokens=2 * page_tokens))
 
 
 @pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)

@@ -20,6 +20,7 @@ COUNTERS = {
     "saved_bytes": "Bytes given to prefixd that it did not have.",
     "duplicate_blocks": "Blocks that prefixd had already when they were offered.",
     "dropped_blocks": "Blocks that were not saved: prefixd was away, slow or full, or their prefix had gone.",
+    "refused_blocks": "Blocks that codec_on_device would alter too much, or with numbers that are not finite.",
     "unsure_media": "Requests that were not saved from their media on, whose content could not be told for sure.",
 }
 
@@ -60,6 +61,10 @@ class ConnectorCounters:
     def saved_blocks(self, blocks: int, duplicates: int, dropped: int) -> None:
         """Counts the blocks of a save that a longer prefix needs."""
         self._add(saved_blocks=blocks, duplicate_blocks=duplicates, dropped_blocks=dropped)
+
+    def refused(self, blocks: int) -> None:
+        """Counts blocks that cannot be saved as int8."""
+        self._add(refused_blocks=blocks)
 
     def unsure_media(self) -> None:
         """Counts an ended request that was not saved from its media on."""

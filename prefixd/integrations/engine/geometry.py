@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixd.client import NamespaceSpec, PartShape, PartSpec, RecurrentState, SlidingWindow
+from prefixd_swap.codecs import part_shape as swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,20 @@ class Group:
     block_tokens: int
     """Tokens of one of the engine's blocks."""
     part_bytes: int
-    """Bytes of a prefixd block that belong to the group, on one rank."""
+    """Bytes of a prefixd block that belong to the group, on one rank, as the daemon keeps them."""
     rule: SlidingWindow | RecurrentState | None = None
     """Which part of a prefix its layers need; None: all of it. The engine has states after some blocks only."""
 
     replicated: bool = False
     """Every rank has the same bytes (latents of MLA). One rank saves them, all ranks load them."""
+    coded_shape: swap.PartShape | None = None
+    """A part is an int8 object that is made of the engine's pages on the device, and this is the shape of its numbers.
+    None: a part has the bytes of the pages."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a part's pages in the engine."""
+        return self.part_bytes if self.coded_shape is None else self.coded_shape.nbytes
 
     @property
     def state(self) -> bool:

@@ -14,6 +14,7 @@ from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.integrations.engine.copying.group_pages import GroupPages, PageRun
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.options import DEFAULT_BLOCK_TOKENS
+from prefixd.integrations.vllm.coded_groups import coded_group
 from prefixd.integrations.vllm.options import ConnectorOptions
 
 _SPLIT_BLOCKS = (
@@ -92,11 +93,15 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
         page_bytes = sum(run.nbytes for name in names for run in runs[name])
         part_bytes = block_tokens // spec.block_size * page_bytes
         rule = RecurrentState() if index in states else SlidingWindow(windows[index]) if index in windows else None
-        groups.append(Group(index, spec.block_size, part_bytes, rule, _is_replicated(spec)))
+        group = Group(index, spec.block_size, part_bytes, rule, _is_replicated(spec))
+        if options.codec_on_device is not None:
+            group = coded_group(group, layer_specs(spec), len(names), block_tokens)
+        groups.append(group)
     # Groups that are not kept here count too: vLLM refuses ids of failed blocks where it has several groups. With a
     # window it would go on behind the first block that failed, where it has no bytes of the window before that block.
     by_block = len(kv_cache_config.kv_cache_groups) == 1 and not windows
-    return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size, "vllm", by_block)
+    layout = "vllm" if options.codec_on_device is None else f"vllm-{options.codec_on_device}"
+    return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size, layout, by_block)
 
 
 def cross_layer_layout(vllm_config: Any, heads_first: bool) -> str | None:
@@ -218,7 +223,7 @@ def read_pages(kv_cache_config: Any, kv_caches: Mapping[str, Any], geometry: Geo
                 raise ConfigError(f"the KV cache of {name} has {base.nbytes()} bytes where {end} were expected")
             layers.append(tuple(PageRun(base.data_ptr() + run.address, run.stride, run.nbytes) for run in runs[name]))
         pages.append(GroupPages(tuple(layers), on_device))
-        if pages[-1].block_bytes * (geometry.block_tokens // group.block_tokens) != group.part_bytes:
+        if pages[-1].block_bytes * (geometry.block_tokens // group.block_tokens) != group.page_bytes:
             raise ConfigError(
                 f"KV cache group {group.index} is laid out on this rank otherwise than vLLM's scheduler says"
             )

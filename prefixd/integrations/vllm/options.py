@@ -20,6 +20,10 @@ class ConnectorOptions(EngineOptions):
     load: Literal["async", "layerwise"] = "async"
     """async: a request waits outside the batch until its prefix is there. layerwise: it joins the batch at once, and
     each layer waits for its own part of the prefix (models with one KV cache group)."""
+    codec_on_device: Literal["int8"] | None = None
+    """int8: keys and values become 8 bits on the GPU while they are packed, so the bus, host memory, disk and a shared
+    store have about half of the bytes. A block that this would alter too much is not saved. Needs Triton and bfloat16
+    or float16. Engines with and without it share no blocks. Unverified on a GPU."""
     cross_layer_blocks: bool = False
     """Whether vLLM is asked for a KV cache in which the layers of a block lie together, where its attention takes it. A
     block is then copied without a kernel. Beside a connector that asks for another layout (NIXL, vLLM's offloading)
@@ -36,6 +40,19 @@ class ConnectorOptions(EngineOptions):
     def _check_starvation_bound(self) -> Self:
         if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
             raise ValueError(f"the policy {self.policy} starves nobody; leave starvation_bound_s out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_codec_on_device(self) -> Self:
+        if self.codec_on_device is not None and self.codec is not None:
+            raise ValueError(
+                f"codec = {self.codec} and codec_on_device = {self.codec_on_device} would code blocks twice; set one"
+            )
+        if self.codec_on_device is not None and self.load == "layerwise":
+            raise ValueError(
+                'codec_on_device makes one object of all layers of a block, and load = "layerwise" needs one layer at '
+                'a time; use load = "async"'
+            )
         return self
 
     @classmethod

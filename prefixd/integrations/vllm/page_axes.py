@@ -49,7 +49,7 @@ def part_shape(
         _DTYPES[first.dtype], len(tensors), geometry.block_tokens, heads, channels, ("layer", *outer, "kv", "channel")
     )
     numbers = shape.layers * shape.tokens * heads * 2 * channels
-    return shape if numbers * first.element_size() == group.part_bytes else None
+    return shape if numbers * first.element_size() == group.page_bytes else None
 
 
 def _outer_axes(

@@ -162,8 +162,11 @@ class SchedulerHalf:
         # Engines with other block sizes share nothing; under one name the daemon would refuse the second of them.
         packing = "-".join(dict.fromkeys(packing.digest for packing in packings))
         self._model = f"{self._model_facts}/{self._geometry.block_tokens}/{packing}{self._reset_mark}"
-        self._shapes = packings[0].shapes if len({packing.shapes for packing in packings}) == 1 else ()
-        self._codec = codec_for(self._options.codec, self._shapes, log)
+        if self._options.codec_on_device is None:
+            self._shapes = packings[0].shapes if len({packing.shapes for packing in packings}) == 1 else ()
+            self._codec = codec_for(self._options.codec, self._shapes, log)
+        else:
+            self._codec = "exact"  # the objects that the workers make are not coded again
         if self.events is not None:
             self.events.begin(self._spec_of(self._model, b""))
         unnamed, self._unnamed = self._unnamed, {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -11,10 +11,11 @@ import vllm
 from prefixd.client import PartShape
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.block_transfers import Transfers
-from prefixd.integrations.engine.copying.cuda_device import fence_of, page_copies_of
+from prefixd.integrations.engine.copying.cuda_device import fence_of, object_copies_of, page_copies_of
 from prefixd.integrations.engine.copying.group_pages import GroupPages
 from prefixd.integrations.engine.daemon_link import Link
 from prefixd.integrations.engine.geometry import Geometry
+from prefixd.integrations.vllm.coded_groups import paged_layers
 from prefixd.integrations.vllm.geometry import layer_names, read_pages
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.naming.page_packing import Packing, probe_pages
@@ -22,6 +23,9 @@ from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.page_axes import part_shape
 from prefixd.integrations.vllm.step_messages import Orders
 from prefixd_swap import create_copy_engine
+
+if TYPE_CHECKING:
+    from prefixd_swap.codecs.on_device.object_copies import ObjectCopies
 
 _IDLE_POLL_S = 0.005
 
@@ -56,11 +60,26 @@ class WorkerHalf:
         probed = probe_pages(self._vllm_config, kv_caches, versions)
         self.packing = Packing(probed.digest, tuple(self._shapes(pages, kv_caches, probed.plain)))
         self._ordinal = None if device.type == "cpu" else device.index or 0
+        objects = self._object_copies(kv_caches)
         link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s, log)
         link.wait_first()
         engine = create_copy_engine("cpu" if self._ordinal is None else f"cuda:{self._ordinal}", threads=1)
-        copies = page_copies_of(self._ordinal, self._geometry, log)
-        self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal, copies)
+        copies = page_copies_of(self._ordinal, self._geometry, log) if objects is None else None
+        self._transfers = Transfers(
+            link, self._geometry, pages, rank, engine, self.counters, self._ordinal, copies, objects
+        )
+
+    def _object_copies(self, kv_caches: dict[str, torch.Tensor]) -> ObjectCopies | None:
+        """The copies of int8 objects, if the option asks for these. Raises ConfigError where there are none."""
+        if self._options.codec_on_device is None:
+            return None
+        groups = zip(self._geometry.groups, self.packing.shapes, strict=True)
+        return object_copies_of(
+            [
+                paged_layers(group, shape, [kv_caches[name] for name in layer_names(self._kv_cache_config, group)])
+                for group, shape in groups
+            ]
+        )
 
     def _shapes(
         self, pages: Sequence[GroupPages], kv_caches: dict[str, torch.Tensor], plain: Container[str]

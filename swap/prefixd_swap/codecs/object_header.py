@@ -1,6 +1,6 @@
 """The header of a coded object: what a store keeps in place of a part's bytes begins with it.
 
-    fixed     magic, version, codec, dtype, axes, sizes, lengths, checksum of the decoded bytes      `_FIXED`
+    fixed     magic, version, codec, dtype, axes, sizes, lengths, checksums of decoded bytes, payload  `_FIXED`
     errors    f32 each, little-endian: of each layer the largest one, then of each layer the RMS; none: lossless
     check     u64, xxh3_64 of the header before it
     payload   what the codec has made
@@ -25,7 +25,7 @@ from prefixd_swap.errors import EncodingError, GeometryError
 
 VERSION: Final = 1
 _MAGIC: Final = b"pfxC"
-_FIXED: Final = struct.Struct("<4sBBB5s4xQQQ5I4x")
+_FIXED: Final = struct.Struct("<4sBBB5s4xQQQ6I")
 _CHECK: Final = struct.Struct("<Q")
 _DTYPES: Final = (None, "bfloat16", "float16", "float32")
 _NO_SHAPE: Final = (0, bytes(5), (0, 0, 0, 0))
@@ -43,6 +43,7 @@ class Header:
         payload_nbytes: encoded bytes, which follow the header.
         shape: how the part's numbers lie, if that is known.
         errors: what a lossy codec has altered.
+        payload_check: `check_of` the payload, for readers that do not decode on the host; 0: not there.
     """
 
     codec: str
@@ -51,6 +52,7 @@ class Header:
     payload_nbytes: int
     shape: PartShape | None
     errors: LayerErrors | None
+    payload_check: int = 0
 
     def pack(self) -> bytes:
         """The header as it is stored."""
@@ -61,7 +63,9 @@ class Header:
             sizes = (self.shape.layers, self.shape.tokens, self.shape.heads, self.shape.channels)
         layers = 0 if self.errors is None else len(self.errors.rms)
         lengths = (self.nbytes, self.payload_nbytes, self.checksum)
-        packed = _FIXED.pack(_MAGIC, VERSION, CODECS[self.codec], dtype, axes, *lengths, *sizes, layers)
+        packed = _FIXED.pack(
+            _MAGIC, VERSION, CODECS[self.codec], dtype, axes, *lengths, *sizes, layers, self.payload_check
+        )
         if self.errors is not None:
             packed += np.concatenate((self.errors.largest, self.errors.rms)).astype("<f4").tobytes()
         return packed + _CHECK.pack(xxhash.xxh3_64_intdigest(packed))
@@ -86,7 +90,7 @@ def read_header(stored: UInt8s) -> Header:
     if stored.size < header_nbytes(0):
         raise EncodingError(f"{stored.size} bytes are not a coded object, which has {header_nbytes(0)} at least")
     head = stored[: _FIXED.size].tobytes()
-    magic, version, codec, dtype, axes, nbytes, payload, checksum, *sizes, layers = _FIXED.unpack(head)
+    magic, version, codec, dtype, axes, nbytes, payload, checksum, *sizes, layers, payload_check = _FIXED.unpack(head)
     if magic != _MAGIC:
         raise EncodingError(f"a coded object begins with {_MAGIC!r}, not with {magic!r}")
     if version != VERSION:
@@ -107,9 +111,13 @@ def read_header(stored: UInt8s) -> Header:
     if layers and (shape is None or layers != shape.layers):
         raise EncodingError(f"a coded object has errors of {layers} layers, and is {shape}")
     errors = stored[_FIXED.size : end].view("<f4").reshape(2, layers) if layers else None
-    return Header(
-        NAMES[codec], nbytes, checksum, payload, shape, None if errors is None else LayerErrors(errors[0], errors[1])
-    )
+    measured = None if errors is None else LayerErrors(errors[0], errors[1])
+    return Header(NAMES[codec], nbytes, checksum, payload, shape, measured, payload_check)
+
+
+def check_of(payload: UInt8s) -> int:
+    """The lower half of the payload's xxh3_64, and 1 instead of 0."""
+    return xxhash.xxh3_64_intdigest(payload.data) & 0xFFFFFFFF or 1
 
 
 @lru_cache(_SHAPES)

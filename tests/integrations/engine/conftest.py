@@ -24,6 +24,7 @@ from prefixd.integrations.engine.daemon_link import Link
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes, SaveJob
 from prefixd_swap import CopyEngine, PageCopies
+from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.copies.address_columns import Pair
 from prefixd_swap.copies.copy_engine import HostCopyEngine
 from tests.waiting import wait_until
@@ -65,7 +66,8 @@ class Rank:
 
     Group 0 has a block of the engine every 4 tokens, group 1 every 8; a prefixd block has 16 tokens. `window_tokens`
     is the window of the last group, `replicated` has the groups of which all ranks have the same bytes;
-    `blocks_outermost`: the layers of a block lie together.
+    `blocks_outermost`: the layers of a block lie together. With `object_copies` parts are objects:
+    `coded` has the shape of their numbers and their bytes.
     """
 
     def __init__(
@@ -87,13 +89,22 @@ class Rank:
         window_tokens: int | None = None,
         replicated: Sequence[int] = (),
         blocks_outermost: bool = False,
+        object_copies: Any = None,
+        coded: tuple[PartShape, int] | None = None,
     ) -> None:
         tokens = [4, 8][:groups]
         self.page_bytes = page_bytes
         rules = [None] * (groups - 1) + [None if window_tokens is None else SlidingWindow(window_tokens)]
         self.geometry = Geometry(
             tuple(
-                Group(index, each, 16 // each * LAYERS * page_bytes, rule, replicated=index in replicated)
+                Group(
+                    index,
+                    each,
+                    16 // each * LAYERS * page_bytes if coded is None else coded[1],
+                    rule,
+                    index in replicated,
+                    None if coded is None else coded[0],
+                )
                 for index, (each, rule) in enumerate(zip(tokens, rules, strict=True))
             ),
             block_tokens=16,
@@ -117,7 +128,15 @@ class Rank:
         if waits_until_up:
             wait_until(lambda: self.link.up)
         self.transfers = Transfers(
-            self.link, self.geometry, self.pages, rank, engine or HostCopyEngine(1), self.counters, ordinal, page_copies
+            self.link,
+            self.geometry,
+            self.pages,
+            rank,
+            engine or HostCopyEngine(1),
+            self.counters,
+            ordinal,
+            page_copies,
+            object_copies,
         )
         self._saves = 0
 

@@ -13,6 +13,7 @@ from prefixd.integrations.vllm.options import ConnectorOptions
 def test_nothing_said_is_enough() -> None:
     options = ConnectorOptions.parse(None)
     assert options == ConnectorOptions.parse({})
+    assert options.codec_on_device is None
     assert options.save and options.load == "async" and options.address is None
 
 
@@ -24,6 +25,12 @@ def test_nothing_said_is_enough() -> None:
         ({"block_tokens": "many"}, "block_tokens = 'many'"),
         ({"policy": "sjf"}, "policy = 'sjf'"),
         ({"codec": "fp8"}, "codec = 'fp8'"),
+        ({"codec_on_device": "k8v4"}, "codec_on_device = 'k8v4'"),
+        (
+            {"codec_on_device": "int8", "codec": "exact"},
+            "codec = exact and codec_on_device = int8 would code blocks twice",
+        ),
+        ({"codec_on_device": "int8", "load": "layerwise"}, 'use load = "async"'),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value(extra: dict[str, object], says: str) -> None:

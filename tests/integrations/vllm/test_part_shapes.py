@@ -71,9 +71,9 @@ class Layer:
 class Engine:
     """A KV cache as vLLM configures it, with the tensors of its layers, whose backend is `layer`."""
 
-    def __init__(self, cache: Any, tensors: dict[str, torch.Tensor], layer: Any, block_tokens: int) -> None:
+    def __init__(self, cache: Any, tensors: dict[str, torch.Tensor], layer: Any, options: ConnectorOptions) -> None:
         self.cache, self.tensors = cache, tensors
-        geometry = read_geometry(a_config(), cache, ConnectorOptions(block_tokens=block_tokens))
+        geometry = read_geometry(a_config(), cache, options)
         assert geometry is not None
         self.geometry: Geometry = geometry
         self.pages = read_pages(cache, tensors, geometry)
@@ -93,7 +93,7 @@ class Engine:
 
     def part(self, *blocks: int) -> Bytes:
         """The bytes of a part of these blocks, as the connector saves them."""
-        arena = np.zeros(self.geometry.groups[0].part_bytes, np.uint8)
+        arena = np.zeros(self.geometry.groups[0].page_bytes, np.uint8)
         for theirs, ours in self.pages[0].pairs(arena.ctypes.data, blocks):
             ctypes.memmove(ours.address, theirs.address, ours.nbytes)
         return arena
@@ -106,21 +106,25 @@ def engine_of(
     heads: int = HEADS,
     kernel_tokens: int = TOKENS,
     write: Write = plain,
+    channels: int = CHANNELS,
+    **options: Any,
 ) -> Engine:
     """An engine with one of vLLM's layouts. `kernel_tokens`: of the blocks of its tensors, a part of a page."""
-    sizes = {"L": LAYERS, "B": BLOCKS, "H": heads, "N": TOKENS, "C": 2 * CHANNELS}
+    sizes = {"L": LAYERS, "B": BLOCKS, "H": heads, "N": TOKENS, "C": 2 * channels}
     memory = torch.zeros([sizes[axis] for axis in layout], dtype=DTYPE)
     logical = memory.permute([layout.index(axis) for axis in "LBHNC"])
-    page = heads * TOKENS * 2 * CHANNELS * DTYPE.itemsize
+    page = heads * TOKENS * 2 * channels * DTYPE.itemsize
     of_layer, of_block = (logical.stride(dim) * DTYPE.itemsize for dim in (0, 1))
-    cache = a_cache([a_group(NAMES, TOKENS, page, dtype=DTYPE)], [a_tensor(NAMES, of_layer, of_block)])
+    group = a_group(NAMES, TOKENS, page, dtype=DTYPE, num_kv_heads=heads, head_size=channels)
+    cache = a_cache([group], [a_tensor(NAMES, of_layer, of_block)])
     tensors = logical
     if kernel_tokens != TOKENS:
         inside = (kernel_tokens, heads) if layout == "LBNHC" else (heads, kernel_tokens)
-        split = memory.reshape(LAYERS, -1, *inside, 2 * CHANNELS)
+        split = memory.reshape(LAYERS, -1, *inside, 2 * channels)
         tensors = split.transpose(2, 3) if layout == "LBNHC" else split
-    layer = Layer(heads, write=write)
-    return Engine(cache, dict(zip(NAMES, tensors, strict=True)), layer, block_tokens)
+    layer = Layer(heads, channels, write)
+    chosen = ConnectorOptions(block_tokens=block_tokens, **options)
+    return Engine(cache, dict(zip(NAMES, tensors, strict=True)), layer, chosen)
 
 
 def fill(engine: Engine, blocks: list[int]) -> torch.Tensor:

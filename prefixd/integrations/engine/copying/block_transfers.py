@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,14 +34,18 @@ from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.cuda_device import ArenaPin, Fence, computed_already, computing_stream
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages
 from prefixd.integrations.engine.copying.layer_arrivals import LayerArrivals
-from prefixd.integrations.engine.copying.part_copies import Direction, PartAt, PartCopies
+from prefixd.integrations.engine.copying.part_copies import Direction, PartAt, PartCopies, PartRefused
 from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
 from prefixd_swap import CopyEngine, PageCopies, StreamMark, SwapError
 
+if TYPE_CHECKING:
+    from prefixd_swap.codecs.on_device.object_copies import ObjectCopies
+
 _SAVE_PAUSE_S = 1.0
 _RETAIN_PAUSE_S = 60.0
+_COMPLAINT_S = 60.0
 _ROOM_S = 2.0  # longest wait of a slice for memory that others hold; then the engine computes the rest
 _ROOM_PAUSE_S = 0.005
 _LONGEST_ROOM_PAUSE_S = 0.1
@@ -58,6 +63,7 @@ class Transfers:
         counters: count loads and saves.
         ordinal: the CUDA device; its copies need the arena pinned. None on a CPU.
         page_copies: copies in batches instead, for pages on a device.
+        object_copies: makes int8 objects of pages instead, where the groups of `geometry` say so.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class Transfers:
         counters: ConnectorCounters,
         ordinal: int | None = None,
         page_copies: PageCopies | None = None,
+        object_copies: ObjectCopies | None = None,
     ) -> None:
         self._link = link
         self._geometry = geometry
@@ -77,7 +84,7 @@ class Transfers:
         self._rank = rank
         self._parts = geometry.parts_of(rank)
         self._counts_hits = rank == 0
-        self._copies = PartCopies(geometry, self._pages, engine, page_copies)
+        self._copies = PartCopies(geometry, self._pages, engine, page_copies, object_copies)
         self._counters = counters
         self._ordinal = ordinal
         self._pin = ArenaPin(ordinal, link.log) if ordinal is not None else None
@@ -92,6 +99,7 @@ class Transfers:
         self._saving = False
         self._save_again_s = 0.0
         self._retain_again_s = 0.0
+        self._complain_again_s = 0.0
         if self._pin is not None:
             self._link.spawn(partial(self._pin_early, self._pin)).add_done_callback(link.report)
 
@@ -326,19 +334,12 @@ class Transfers:
                     return
                 kept.duplicates += reservation.first_block - done
                 skipped = reservation.first_block - job.first_block
-                async with self._mapped_arena(reservation) as base:
-                    for blocks in self._copies.batches(reservation.blocks):
-                        parts = [
-                            part
-                            for block in blocks
-                            for part in self._copies.parts_at(
-                                reservation, base, block, groups, block_ids, skipped + block
-                            )
-                        ]
-                        await self._copies.copy(parts, None, Direction.SAVE)
+                filled = await self._fill(reservation, groups, block_ids, skipped)
+                if not filled:
+                    return
                 retention = job.retention if time.monotonic() >= self._retain_again_s else ()
                 try:
-                    commit = partial(reservation.commit, retention=retention)
+                    commit = partial(reservation.commit, filled, retention=retention)
                     result = await self._link.guard(commit, self._limit_s(job))
                 except ExhaustedError as error:  # an older daemon refuses the blocks together with the priorities
                     if not retention:
@@ -351,8 +352,34 @@ class Transfers:
                 kept.blocks += result.committed
                 kept.nbytes += result.committed * block_bytes
                 kept.duplicates += result.duplicates
+                if filled < reservation.blocks:
+                    return
             finally:
                 self._link.give_back(reservation)  # unless it was committed
+
+    async def _fill(
+        self,
+        reservation: AsyncReservation,
+        groups: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
+        skipped: int,
+    ) -> int:
+        """Copies the job's blocks behind the first `skipped` into a reservation; returns how many of its first blocks
+        may be committed: all but a refused one and those behind it."""
+        async with self._mapped_arena(reservation) as base:
+            for blocks in self._copies.batches(reservation.blocks):
+                parts = [
+                    part
+                    for block in blocks
+                    for part in self._copies.parts_at(reservation, base, block, groups, block_ids, skipped + block)
+                ]
+                try:
+                    await self._copies.copy(parts, None, Direction.SAVE)
+                except PartRefused as refused:
+                    self._counters.refused(1)
+                    self._complain(refused)
+                    return blocks.start + refused.place // len(groups)
+        return reservation.blocks
 
     async def _reserve(
         self,
@@ -382,6 +409,16 @@ class Transfers:
         self._link.log.warning(
             "prefixd: for %g s blocks are saved without the priorities that requests ask for: %s", _RETAIN_PAUSE_S, why
         )
+
+    def _complain(self, refused: PartRefused) -> None:
+        if time.monotonic() >= self._complain_again_s:
+            self._complain_again_s = time.monotonic() + _COMPLAINT_S
+            self._link.log.warning(
+                "prefixd: codec_on_device: a block and those behind it are not saved (%s); refused_blocks counts them, "
+                "and for %g s the log does not",
+                refused.why.value,
+                _COMPLAINT_S,
+            )
 
     def _limit_s(self, job: LoadJob | SaveJob, blocks: int | None = None) -> float:
         """Time limit of a call that may wait for the bytes of `blocks` of a job's blocks (None: all)."""

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from prefixd.base.errors import ConfigError
 from prefixd.client import Arena
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd_swap import HostPin, PageCopies, StreamMark, SwapError
+
+if TYPE_CHECKING:
+    from prefixd_swap.codecs.on_device.object_copies import ObjectCopies
+    from prefixd_swap.codecs.on_device.paged_parts import PagedLayers
 
 Fence = Callable[[], None]
 """Blocks until the work that was submitted before the fence has been computed; called in a thread."""
@@ -50,6 +55,30 @@ def page_copies_of(ordinal: int | None, geometry: Geometry, log: logging.Logger)
     except SwapError as error:
         log.warning("prefixd: blocks are copied page by page, which is slower: %s", error)
         return None
+
+
+def object_copies_of(groups: Sequence[PagedLayers]) -> ObjectCopies:
+    """The copies of an engine whose parts are int8 objects that are made on the device.
+
+    Kernels and codec are compiled, and their results compared, before this returns.
+
+    Args:
+        groups: the caches of the engine's KV groups.
+
+    Raises:
+        ConfigError: a package is missing, or the device is none that makes the objects that the codec on the CPU makes.
+    """
+    try:
+        from prefixd_swap.codecs.on_device.object_copies import ObjectCopies
+
+        return ObjectCopies(groups)
+    except ImportError as error:
+        raise ConfigError(
+            f"codec_on_device: a package is missing ({error}); it needs Triton, which comes with torch for CUDA, and "
+            "`pip install 'prefixd[codecs]'`"
+        ) from error
+    except (SwapError, torch.OutOfMemoryError) as error:
+        raise ConfigError(f"codec_on_device: {error}. Leave the option out; `codec` codes on the CPU") from error
 
 
 class ArenaPin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,10 @@ from prefixd.client import AsyncLease, AsyncReservation
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd_swap import CopyEngine, PackedPages, PageCopies, StreamMark
+from prefixd_swap.codecs.codec import Refused
+
+if TYPE_CHECKING:
+    from prefixd_swap.codecs.on_device.object_copies import ObjectCopies
 
 _PIECES = 4096  # copied at a time: listing more of them would hold up the link's thread
 
@@ -51,6 +55,16 @@ class WindowMismatch(Exception):
     """The engine and the daemon disagree on the blocks that a group's window needs."""
 
 
+class PartRefused(Exception):
+    """A part cannot be saved as an int8 object."""
+
+    def __init__(self, place: int, why: Refused) -> None:
+        super().__init__(f"part {place}: {why.value}")
+        self.place = place
+        """Of the first such part, in the list of parts; those before it are copied."""
+        self.why = why
+
+
 class PartCopies:
     """Copies of one rank.
 
@@ -59,15 +73,22 @@ class PartCopies:
         pages: the rank's memory, one entry per group of `geometry`.
         engine: copies page by page; `close` closes it.
         page_copies: copies in batches instead, for pages on a device; `close` closes them.
+        object_copies: makes int8 objects of pages instead, where the groups of `geometry` say so; `close` closes them.
     """
 
     def __init__(
-        self, geometry: Geometry, pages: Sequence[GroupPages], engine: CopyEngine, page_copies: PageCopies | None
+        self,
+        geometry: Geometry,
+        pages: Sequence[GroupPages],
+        engine: CopyEngine,
+        page_copies: PageCopies | None,
+        object_copies: ObjectCopies | None = None,
     ) -> None:
         self._geometry = geometry
         self._pages = pages
         self._engine = engine
         self._page_copies = page_copies
+        self._object_copies = object_copies
         self._pieces_a_block = sum(
             sum(map(len, group_pages.layers)) * (geometry.block_tokens // group.block_tokens)
             for group, group_pages in zip(geometry.groups, pages, strict=True)
@@ -116,7 +137,14 @@ class PartCopies:
         return parts
 
     async def copy(self, parts: Sequence[PartAt], layers: range | None, direction: Direction) -> int:
-        """Copies `layers` (None: all) of `parts`; returns the copied bytes."""
+        """Copies `layers` (None: all; objects have no others) of `parts`; returns the copied bytes.
+
+        Raises:
+            PartRefused: some part cannot be saved as an object.
+            EncodingError: an object that was to be loaded is damaged.
+        """
+        if self._object_copies is not None:
+            return await self._copy_objects(self._object_copies, parts, direction)
         if self._page_copies is None:
             pairs = [pair for part in parts for pair in self._pages[part.group].pairs(part.address, part.ids, layers)]
             load = direction is Direction.LOAD
@@ -159,8 +187,27 @@ class PartCopies:
     def close(self) -> None:
         """Waits for the copies under way."""
         self._engine.close()
+        if self._object_copies is not None:
+            self._object_copies.close()
         if self._page_copies is not None:
             self._page_copies.close()
+
+    async def _copy_objects(self, copies: ObjectCopies, parts: Sequence[PartAt], direction: Direction) -> int:
+        nbytes = 0
+        refused: list[tuple[int, Refused]] = []
+        for group, of_group in enumerate(self._geometry.groups):
+            if (places := self._places(parts, group)) is None:
+                continue
+            if direction is Direction.LOAD:
+                await copies.scatter(group, places.ids, places.addresses)
+            else:
+                own = [place for place, part in enumerate(parts) if part.group == group]
+                answers = await copies.gather(group, places.ids, places.addresses)
+                refused += [(place, why) for place, why in zip(own, answers, strict=True) if why is not None]
+            nbytes += len(places.ids) * of_group.part_bytes
+        if refused:
+            raise PartRefused(*min(refused, key=lambda each: each[0]))
+        return nbytes
 
     def _packed(self, parts: Sequence[PartAt], group: int, layers: range | None) -> PackedPages | None:
         """The parts of a group for `PageCopies`; None where the engine wants none of its blocks."""

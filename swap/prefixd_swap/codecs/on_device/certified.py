@@ -8,9 +8,10 @@ import xxhash
 
 from prefixd_swap.codecs.codec import LayerErrors, Refused, UInt8s
 from prefixd_swap.codecs.coding import Coded
-from prefixd_swap.codecs.object_header import Header, header_nbytes
+from prefixd_swap.codecs.object_header import Header, check_of, header_nbytes, read_header
 from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.codecs.quantized import Int8Codec
+from prefixd_swap.errors import EncodingError
 
 _CODEC = Int8Codec()
 
@@ -45,9 +46,26 @@ def certify(
     decoded = np.empty(shape.nbytes, np.uint8)
     _CODEC.decode(payload, shape, decoded)
     checksum = xxhash.xxh3_64_intdigest(decoded.data)
-    header = Header(_CODEC.name, shape.nbytes, checksum, payload.size, shape, errors).pack()
+    header = Header(_CODEC.name, shape.nbytes, checksum, payload.size, shape, errors, check_of(payload)).pack()
     data[: len(header)] = np.frombuffer(header, np.uint8)
     return Coded(data, checksum, errors, _CODEC.name)
+
+
+def check_object(data: UInt8s, shape: PartShape) -> None:
+    """Verifies an object that a device is to decode, without decoding it.
+
+    Args:
+        data: what `certify` has completed.
+        shape: of the part.
+
+    Raises:
+        EncodingError: the object is damaged, or is none of such a part.
+    """
+    header = read_header(data)
+    if (header.codec, header.shape) != (_CODEC.name, shape) or data.size != object_nbytes(shape):
+        raise EncodingError(f"an object of {header.codec} of {header.shape} was read for one of {shape}")
+    if header.payload_check != check_of(data[header.header_nbytes :]):
+        raise EncodingError("the tiles of a coded object are damaged: their checksum differs")
 
 
 def _errors_of(measured: npt.NDArray[np.float64], shape: PartShape) -> LayerErrors:

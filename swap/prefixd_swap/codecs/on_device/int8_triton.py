@@ -218,6 +218,10 @@ def _decode(
             tl.store(words, _words_of_numbers(decoded, HALF), mask=there)
 
 
+INTERPRETED = not isinstance(_encode, triton.JITFunction)
+"""Whether Triton's interpreter runs the kernels, on a CPU too (TRITON_INTERPRET=1)."""
+
+
 def encode_parts(parts: PagedParts, objects: torch.Tensor, payload_at: int, measured: torch.Tensor) -> None:
     """Makes the tiles of every part, on the current stream. No page may be left out.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,39 @@ class PagedParts:
         there = torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(keys.device)
         return cls(shape, addresses.to(keys.device), strides, page_tokens, there)
 
+    def some(self, first: int, count: int) -> PagedParts:
+        """`count` of the parts, from `first` on."""
+        return replace(self, ids=self.ids[first : first + count])
+
     @property
     def tiles(self) -> int:
         """Tiles of a part: a layer's head, its keys or its values."""
         return 2 * self.shape.layers * self.shape.heads
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayers:
+    """An engine's cache of some layers, and what a part of it is.
+
+    Attributes:
+        shape: of a part.
+        layers: keys and values of each layer, as of `PagedParts.of_layers`.
+        pages: that follow each other in these for a block of the engine's tables.
+    """
+
+    shape: PartShape
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    pages: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Of the engine's tables in a part."""
+        return self.shape.tokens // (self.pages * self.layers[0][0].shape[1])
+
+    def parts(self, blocks: npt.NDArray[np.int64]) -> PagedParts:
+        """Parts of the engine's blocks ``[parts, blocks of a part]``; a negative one is left out when decoded.
+
+        Raises GeometryError when the layers do not lie as the shape says.
+        """
+        ids = np.where(blocks < 0, -self.pages, blocks * self.pages)[..., None] + np.arange(self.pages)
+        return PagedParts.of_layers(self.shape, self.layers, ids.reshape(len(blocks), -1))

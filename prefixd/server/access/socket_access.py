@@ -141,6 +141,16 @@ def private_umask() -> Callable[[], None]:
 def make_private(name: str, directory: Path) -> None:
     """Makes the directory that the setting `name` gives, or makes an existing one private to this user.
 
+    Raises:
+        ConfigError: as `make_own`.
+    """
+    make_own(name, directory)
+    close_to_others(name, directory)
+
+
+def make_own(name: str, directory: Path) -> None:
+    """Makes the directory that the setting `name` gives; checks an existing one, and changes nothing of it.
+
     A directory that other users can write to is refused: its files may not be the daemon's.
 
     Raises:
@@ -160,6 +170,11 @@ def make_private(name: str, directory: Path) -> None:
             f"{name} = {directory} can be written to by other users (mode {mode:04o}); "
             f"run `chmod 700 {directory}` or choose another directory"
         )
+
+
+def close_to_others(name: str, directory: Path) -> None:
+    """Takes from other users the right to list the directory that the setting `name` gives."""
+    mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & _OTHERS_READ:  # search permission may stay: users need it to reach a socket, and it shows no names
         directory.chmod(0o700)
         log.warning("%s = %s was open to other users (mode %04o) and is private now", name, directory, mode)

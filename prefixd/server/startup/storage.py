@@ -13,7 +13,7 @@ from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers, Troubles
 from prefixd.process.process_limits import LOCK
 from prefixd.server.access.disk_keys import read_disk_keys
-from prefixd.server.access.socket_access import make_private
+from prefixd.server.access.socket_access import close_to_others, make_own
 from prefixd.server.startup.remote_store import open_remote
 from prefixd.serving.dispatch.wiring import make_cache
 from prefixd.settings import Settings
@@ -118,7 +118,7 @@ def open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -
         return None
     path = settings.disk_path
     for name, each in settings.disk_paths.items():
-        make_private(name, each)
+        make_own(name, each)
     try:
         store = SlabStore.open(
             path,
@@ -148,4 +148,6 @@ def open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -
     except SwapError as error:
         raise ConfigError(f"disk.path = {path}: {error}") from error
     stack.callback(store.close)
+    for name, each in settings.disk_paths.items():  # a directory that is not the store's was refused, as it was
+        close_to_others(name, each)
     return store

@@ -71,6 +71,36 @@ async def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -
             open_store(settings(tmp_path), None, stack)
 
 
+@pytest.mark.parametrize("name", ["disk.path", "disk.more_paths"])
+async def test_a_directory_with_other_files_is_refused_as_it_is(tmp_path: Path, name: str) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir(mode=0o755)
+    (photos / "cat.jpeg").touch()
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=r"holds 'cat\.jpeg'.*choose an empty directory"):
+            open_store(settings(tmp_path, **{name.removeprefix("disk."): str(photos)}), None, stack)
+    assert photos.stat().st_mode & 0o777 == 0o755
+    assert [each.name for each in photos.iterdir()] == ["cat.jpeg"]
+
+
+async def test_directories_that_others_can_list_are_closed(tmp_path: Path) -> None:
+    for name in ("blocks", "second", "third"):
+        (tmp_path / name).mkdir(mode=0o755)
+    async with AsyncExitStack() as stack:
+        assert open_store(settings(tmp_path), None, stack) is not None
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("blocks", "second", "third")} == {0o700}
+
+
+def test_a_relative_directory_is_meant_from_where_the_daemon_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert settings(tmp_path, path="first", more_paths="second").disk_paths == {
+        "disk.path": tmp_path / "first",
+        "disk.more_paths[0]": tmp_path / "second",
+    }
+
+
 async def test_a_drive_that_is_gone_is_refused_with_the_remedy(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         assert open_store(settings(tmp_path), None, stack) is not None

@@ -1,13 +1,14 @@
-"""Writes parts to their slots with several threads: parts in adjacent slots by one call, checksums meanwhile."""
+"""Writes parts to their slots with several threads: parts in adjacent slots by one call."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -20,8 +21,13 @@ from prefixd_swap.slab.index.block_record import DiskPart
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
 
+T = TypeVar("T")
+
 _BYTES_AT_ONCE = 256 << 10
 """Of small parts in one job: submitting a job costs more than writing one small part."""
+_MOST_BYTES = 4 << 20
+"""The most bytes of one call. A thread needs the interpreter's lock between two calls, and may wait for it longer than
+for the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +56,38 @@ class _Run:
     """The number that a slot behind the last one has."""
     nbytes: int
     """Of all slots."""
+    in_place: bool = True
+    """Whether the parts are adjacent in memory, too, so that the call needs no copy."""
 
     def write(self) -> None:
         self.slab.write(self.index, join_spans(self.spans, self.nbytes))
 
 
 def write_parts(
-    parts: Sequence[PartWrite], slabs: SlabFiles, threads: ThreadPoolExecutor | None, io_threads: int
-) -> tuple[list[DiskPart], set[SlabFile]]:
-    """Write parts; returns them as they are stored, in the given order, and the slabs that have them.
+    parts: Sequence[PartWrite],
+    slabs: SlabFiles,
+    threads: ThreadPoolExecutor | None,
+    io_threads: int,
+    meanwhile: Callable[[], T],
+) -> tuple[T, set[SlabFile]]:
+    """Write parts; returns the result of `meanwhile`, and the slabs that have the parts.
 
-    The caller's thread computes the checksums that are missing while `threads` write; without threads it does both.
+    The caller's thread runs `meanwhile` while `threads` write; without threads it does both, one after the other.
 
     Raises:
         StorageError: a write failed; no thread writes to the slots any more.
     """
     total = sum(round_to_slot(part.span.nbytes) for part in parts)
     share = -(-total // io_threads)
-    runs = _alternate(_adjacent(parts, slabs, min(STEP_BYTES, max(_BYTES_AT_ONCE, share))))
+    runs = _alternate(_adjacent(parts, slabs, min(_MOST_BYTES, max(_BYTES_AT_ONCE, share))))
+    written = {run.slab for run in runs}
     jobs = list(_jobs(runs, min(_BYTES_AT_ONCE, share)))
     if threads is None or len(jobs) < 2:
-        for run in runs:
-            run.write()
-        return _stored(parts), {run.slab for run in runs}
+        _write(runs)
+        return meanwhile(), written
     futures = [threads.submit(_write, job) for job in jobs]
     try:
-        stored = _stored(parts)
+        result = meanwhile()
     finally:
         wait(futures)  # even if one fails: slots may be freed only when no thread writes to them
     try:
@@ -83,32 +95,42 @@ def write_parts(
             future.result()
     finally:
         del futures  # else an error's traceback, this frame and the error are a cycle that keeps slabs open
-    return stored, {run.slab for run in runs}
+    return result, written
+
+
+def stored_parts(parts: Sequence[PartWrite]) -> list[DiskPart]:
+    """The parts as they are stored. Computes the checksums that are missing."""
+    return [DiskPart(part.slot, part.span.nbytes, _checksum(part), part.coded, part.key_id) for part in parts]
 
 
 def _adjacent(parts: Sequence[PartWrite], slabs: SlabFiles, most_bytes: int) -> Iterator[_Run]:
     """The parts in the order of their slots, in runs of at most `most_bytes`, or of one part."""
     run: _Run | None = None
     for part in sorted(parts, key=lambda part: part.slot):
-        nbytes = round_to_slot(part.span.nbytes)
-        if run is None or not _follows(part, run) or run.nbytes + nbytes > most_bytes:
+        if run is None or not _extend(run, part, most_bytes):
             if run is not None:
                 yield run
+            nbytes = round_to_slot(part.span.nbytes)
             slab, index = slabs.find(part.slot)
-            run = _Run(slab, index, [], part.slot, 0)
-        run.spans.append(part.span)
-        run.nbytes += nbytes
-        run.end += nbytes // PAGE_BYTES
+            run = _Run(slab, index, [part.span], part.slot + nbytes // PAGE_BYTES, nbytes)
     if run is not None:
         yield run
 
 
-def _follows(part: PartWrite, run: _Run) -> bool:
-    """Whether one call should write a part behind a run: their slots are adjacent, and few bytes need a copy."""
+def _extend(run: _Run, part: PartWrite, most_bytes: int) -> bool:
+    """Add a part to a run if its slot is the next one, and few bytes need a copy; whether it was added."""
     if part.slot != run.end or not part.slot % (1 << INDEX_BITS):  # the first slot of the next slab
         return False
-    last = run.spans[-1]
-    return part.span.nbytes <= SMALL_BYTES or part.span.address == last.address + round_to_slot(last.nbytes)
+    last, nbytes = run.spans[-1], run.nbytes + round_to_slot(part.span.nbytes)
+    in_place = run.in_place and part.span.address == last.address + last.nbytes and not last.nbytes % PAGE_BYTES
+    if nbytes > (most_bytes if in_place else min(most_bytes, STEP_BYTES)):
+        return False
+    if not in_place and part.span.nbytes > SMALL_BYTES:
+        return False
+    run.spans.append(part.span)
+    run.end += (nbytes - run.nbytes) // PAGE_BYTES
+    run.nbytes, run.in_place = nbytes, in_place
+    return True
 
 
 def _alternate(runs: Iterable[_Run]) -> list[_Run]:
@@ -136,10 +158,6 @@ def _jobs(runs: Sequence[_Run], least_bytes: int) -> Iterator[list[_Run]]:
 def _write(runs: Sequence[_Run]) -> None:
     for run in runs:
         run.write()
-
-
-def _stored(parts: Sequence[PartWrite]) -> list[DiskPart]:
-    return [DiskPart(part.slot, part.span.nbytes, _checksum(part), part.coded, part.key_id) for part in parts]
 
 
 def _checksum(part: PartWrite) -> int:

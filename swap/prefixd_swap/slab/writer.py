@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +16,8 @@ from prefixd_swap.slab.files.slab_file import SlabFile
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock, encode_record, index_key
-from prefixd_swap.slab.part_writes import PartWrite, write_parts
+from prefixd_swap.slab.index.rows import Change
+from prefixd_swap.slab.part_writes import PartWrite, stored_parts, write_parts
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 
@@ -63,30 +65,18 @@ class SlabWriter:
         Raises:
             StorageError: a write failed; no thread writes to the slots any more.
         """
-        commit = Commit([])
-        spans = [
-            (part, slot, checksum)
+        parts = [
+            _part_write(part, slot, checksum)
             for block, taken in zip(blocks, slots, strict=True)
             for part, slot, checksum in zip(
                 block.parts, taken or (), block.checksums or (None,) * len(block.parts), strict=False
             )
             if isinstance(part, Span | CodedPart) and slot is not None
         ]
-        written = iter(self._write_parts(spans, commit.slabs))
-        records: list[BlockRecord | None] = []
-        for block, taken in zip(blocks, slots, strict=True):
-            if taken is None:
-                records.append(None)
-                continue
-            parts = tuple(
-                next(written) if slot is not None else part if isinstance(part, DiskPart) else None
-                for part, slot in zip(block.parts, taken, strict=True)
-            )
-            commit.changes.append((index_key(block.namespace, block.key), encode_record(block, parts)))
-            records.append(
-                BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth, block.errors)
-            )
-        return records, commit
+        threads = self._threads() if len(parts) > 1 else None
+        describe = partial(_describe, blocks, slots, parts)
+        (records, changes), slabs = write_parts(parts, self._slabs, threads, self._io_threads, describe)
+        return records, Commit(changes, slabs)
 
     def sync(self, slabs: set[SlabFile]) -> None:
         """Return when all bytes written to these slabs are durable.
@@ -94,13 +84,15 @@ class SlabWriter:
         Raises:
             StorageError: a sync failed; no more slots of that slab are allocated.
         """
-        for slab in sorted(slabs, key=lambda slab: slab.number):
+        threads = self._threads() if len(slabs) > 1 else None
+        in_order = sorted(slabs, key=lambda slab: slab.number)
+        errors = map(self._sync, in_order) if threads is None else threads.map(self._sync, in_order)
+        error = next(filter(None, list(errors)), None)
+        if error is not None:
             try:
-                slab.sync()
-            except StorageError:
-                with self._lock:
-                    self._slabs.quarantine(slab)
-                raise
+                raise error
+            finally:
+                del error  # else its traceback, this frame and the error are a cycle that keeps slabs open
 
     def free(self, slots: Sequence[int]) -> None:
         """Make slots free."""
@@ -131,25 +123,20 @@ class SlabWriter:
             raise
         return slots
 
-    def _write_parts(
-        self, given: Sequence[tuple[Span | CodedPart, int, int | None]], slabs: set[SlabFile]
-    ) -> list[DiskPart]:
-        """Write each part to its slot, several at a time; adds the slabs written to `slabs`."""
-        parts = [
-            PartWrite(part.span, slot, part.checksum, coded=True, key_id=part.key_id)
-            if isinstance(part, CodedPart)
-            else PartWrite(part, slot, checksum)
-            for part, slot, checksum in given
-        ]
-        threads = self._threads() if len(parts) > 1 and self._io_threads > 1 else None
-        stored, written = write_parts(parts, self._slabs, threads, self._io_threads)
-        slabs |= written
-        return stored
+    def _sync(self, slab: SlabFile) -> StorageError | None:
+        try:
+            slab.sync()
+        except StorageError as error:
+            with self._lock:
+                self._slabs.quarantine(slab)
+            return error
+        return None
 
     def _threads(self) -> ThreadPoolExecutor | None:
-        """The threads, started by the first write that needs them; None while the system refuses them."""
+        """The threads, started by the first write that needs them; None if there is to be one, or while the system
+        refuses them."""
         with self._lock:
-            if self._pool is None:
+            if self._pool is None and self._io_threads > 1:
                 try:
                     self._pool = started_threads(self._io_threads, "prefixd-slabs")
                 except OutOfMemoryError as error:
@@ -160,3 +147,31 @@ class SlabWriter:
 
     def _free_slots(self, slots: Sequence[int | None]) -> None:
         self._slabs.free(np.array([slot for slot in slots if slot is not None], np.int64))
+
+
+def _part_write(part: Span | CodedPart, slot: int, checksum: int | None) -> PartWrite:
+    if isinstance(part, CodedPart):
+        return PartWrite(part.span, slot, part.checksum, coded=True, key_id=part.key_id)
+    return PartWrite(part, slot, checksum)
+
+
+def _describe(
+    blocks: Sequence[NewBlock], slots: Sequence[Sequence[int | None] | None], parts: Sequence[PartWrite]
+) -> tuple[list[BlockRecord | None], list[Change]]:
+    """The blocks' records, and the changes that enter them into the index. `parts`: those that are written."""
+    written = iter(stored_parts(parts))
+    records: list[BlockRecord | None] = []
+    changes: list[Change] = []
+    for block, taken in zip(blocks, slots, strict=True):
+        if taken is None:
+            records.append(None)
+            continue
+        stored = tuple(
+            next(written) if slot is not None else part if isinstance(part, DiskPart) else None
+            for part, slot in zip(block.parts, taken, strict=True)
+        )
+        changes.append((index_key(block.namespace, block.key), encode_record(block, stored)))
+        records.append(
+            BlockRecord(block.namespace, block.key, block.parent, block.tokens, stored, block.depth, block.errors)
+        )
+    return records, changes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -102,6 +103,35 @@ def test_all_drives_are_written_at_once(drives: Drives) -> None:
     with drives.open(ops=Order(), io_threads=1) as store:
         drives.put(store, 0, 16)
     assert len(order) == 16 and all(before != after for before, after in pairwise(order))
+
+
+class Syncs(FileOps):
+    """While `together`, each sync of a slab waits for the one of the other drive; those in `bad` fail."""
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2, timeout=20)
+        self.together = False
+        self.bad = "nowhere"
+
+    def fdatasync(self, fd: int) -> None:
+        if self.together and (path := os.readlink(f"/proc/self/fd/{fd}")).endswith(".slab"):
+            self.both.wait()
+            if self.bad in path:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fdatasync(fd)
+
+
+def test_all_drives_are_synced_at_once(drives: Drives) -> None:
+    ops = Syncs()
+    with drives.open(ops=ops) as store:
+        drives.put(store, 0, 2)
+        ops.together = True
+        drives.put(store, 10, 2)
+        ops.bad = "/second/"
+        with pytest.raises(StorageError, match=r"syncing .*/second/.* kernel log"):
+            drives.put(store, 20, 2)
+        assert drives.check(store) == {0, 1, 10, 11}
+        assert [slab.path.parent.parent.name for slab in store._slabs._slabs.values() if slab.failed] == ["second"]
 
 
 def test_small_blocks_alternate_by_the_megabyte(drives: Drives) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefixd_swap.errors import StorageError
+from prefixd_swap.slab import writer
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
@@ -28,15 +31,19 @@ KIB = 1 << 10
 
 
 class Device(FileOps):
-    """Remembers the bytes of each write to a slab, and fails those of `bad` bytes or more."""
+    """Remembers the bytes of each write to a slab; fails those of `bad` bytes or more; starts none before `until`."""
 
     def __init__(self) -> None:
         self.writes: list[int] = []
         self.bad: int | None = None
+        self.until: threading.Event | None = None
+        self.late = False
+        """Whether `until` did not come."""
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
             self.writes.append(len(buffer))
+            self.late |= self.until is not None and not self.until.wait(20)
             if self.bad is not None and len(buffer) >= self.bad:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().pwrite(fd, buffer, offset)
@@ -115,6 +122,28 @@ def test_a_write_that_fails_stores_nothing_and_its_slots_are_free(store: SlabSto
     assert store.used_bytes == 0 and list(store.records()) == []
     device.bad = None
     check(store, store.write(new), [[each.tobytes()] for each in blocks])
+
+
+def test_checksums_and_records_are_made_while_the_device_writes(
+    store: SlabStore, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = threading.Event()
+    describe = writer._describe
+
+    def announced(*given: Any) -> Any:
+        result = describe(*given)
+        described.set()
+        return result
+
+    monkeypatch.setattr(writer, "_describe", announced)
+    device.until = described
+    blocks = memory(4 << 20).reshape(4, 1 << 20)
+    check(
+        store,
+        store.write(chain([[Span(each.ctypes.data, 1 << 20)] for each in blocks])),
+        [[b.tobytes()] for b in blocks],
+    )
+    assert len(device.writes) == 4 and not device.late
 
 
 def test_a_span_on_a_gpu_is_refused(store: SlabStore) -> None:

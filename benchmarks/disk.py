@@ -120,7 +120,7 @@ def _stores(
     """A store with each `disk.io`, in a folder of its own."""
 
     def store(io: DiskIo) -> Callable[[ThreadPoolExecutor], _slabs.Way]:
-        return lambda pool: _slabs.Store(folder / f"slabs-{io}", blocks, block_bytes, pool, depth, io)
+        return lambda pool: _slabs.Store(folder / f"slabs-{io}", blocks, block_bytes, depth, io)
 
     return {f"slabs_{io}": store(io) for io in _IOS}
 

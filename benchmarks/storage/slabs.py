@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ SLOT_BYTES = 4096
 TOKENS = 16
 CHAIN = 500  # blocks of a prompt
 _SLAB_SLOTS = 16384
+_LEAST_CAPACITY = 1 << 30  # with slabs of 64 MiB; a smaller tier has smaller ones, and syncs more files a batch
 _CHILL_S = 1.0
 _CHILL_AGAIN_S = 0.01
 _libc = ctypes.CDLL(None)
@@ -124,17 +126,34 @@ class PlainFile:
             raise harness.BenchmarkError("a plain read or write came back short")
 
 
+class FewReads(FileOps):
+    """The real calls, of which at most `depth` read a slab at a time."""
+
+    def __init__(self, depth: int) -> None:
+        self._free = threading.Semaphore(depth)
+
+    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        with self._free:
+            return super().pread(fd, buffer, offset)
+
+    def copy_mapped(self, address: int, buffer: memoryview) -> int:
+        with self._free:
+            return super().copy_mapped(address, buffer)
+
+
 class Store:
-    """A `SlabStore` with one prompt, written a batch a call and read in pieces by `depth` threads, as the daemon does.
+    """A `SlabStore` with one prompt, written a batch a call and read in pieces, as the daemon does.
+
+    It has slabs of the size that it has in a tier of any usual size. As in the daemon, half as many threads again as
+    there are calls at a time take pieces of a load: some verify while the others read.
 
     Args:
         path: its directory.
         blocks: blocks of the prompt.
         block_bytes: bytes of a block.
-        pool: the threads that read.
-        depth: threads that write.
+        depth: calls at a time.
         io: its `disk.io`.
-        ops: its file calls.
+        ops: its file calls; by default `FewReads`.
         more_paths: its further directories.
     """
 
@@ -143,14 +162,14 @@ class Store:
         path: Path,
         blocks: int,
         block_bytes: int,
-        pool: ThreadPoolExecutor,
         depth: int,
         io: DiskIo,
         ops: FileOps | None = None,
         more_paths: Sequence[Path] = (),
     ) -> None:
-        self._blocks, self._pool, self._depth = blocks, pool, depth
-        capacity = 2 * blocks * block_bytes
+        self._blocks, self._depth = blocks, depth
+        self._pool = ThreadPoolExecutor(depth + depth // 2)
+        capacity, ops = max(2 * blocks * block_bytes, _LEAST_CAPACITY), ops or FewReads(depth)
         self._folders = [folder / "slabs" for folder in (path, *more_paths)]
         self.store_itself = SlabStore.open(path, capacity, io=io, io_threads=depth, ops=ops, more_paths=more_paths)
         self._records: list[BlockRecord] = []
@@ -188,6 +207,7 @@ class Store:
         return [slab for folder in self._folders for slab in folder.iterdir()]
 
     def close(self) -> None:
+        self._pool.shutdown()
         self.store_itself.close()
 
 

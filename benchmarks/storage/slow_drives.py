@@ -93,7 +93,7 @@ def _compare(folder: Path, size: int, nbytes: int, depth: int, rounds: int, byte
     def store(name: str, count: int) -> Callable[[ThreadPoolExecutor], slabs.Way]:
         paths = [folder / name / str(drive) for drive in range(count)]
         ops = SlowDrives(dict.fromkeys(paths, bytes_per_s))
-        return lambda pool: slabs.Store(paths[0], blocks, size, pool, depth, "direct", ops, paths[1:])
+        return lambda pool: slabs.Store(paths[0], blocks, size, depth, "direct", ops, paths[1:])
 
     blocks = max(1, nbytes // size)
     ways = {"one": store("one", 1), "two": store("two", 2)}

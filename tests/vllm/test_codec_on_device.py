@@ -7,11 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.engines.vllm_engine import EngineFailed, EngineRequest
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
+from prefixd.integrations.vllm.coded_groups import paged_layers
+from tests.integrations.vllm import test_part_shapes as stand_ins
+from tests.integrations.vllm.test_coded_groups import engine_pages, numbers_of
+from tests.vllm import test_part_shapes as shapes
 from tests.vllm.served import NewRequests, StartEngine, always, cacheable, make_prompt, run
 from tests.vllm.test_codecs import from_disk
 
@@ -22,6 +29,19 @@ LENGTHS = (200, 129, 97)
 def transfer(daemon: DaemonProcess, **options: Any) -> dict[str, Any]:
     """The connector for attention whose pages are plain, as a GPU's."""
     return {**always(daemon.address, **options), "kv_connector_module_path": PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_tokens"), [*((layout.name, 16) for layout in KVCacheLayout), ("LBNHC", 64), ("LBHNC", 64)]
+)
+def test_kernels_find_keys_and_values_in_memory_that_vllm_has_laid_out(layout: str, page_tokens: int) -> None:
+    """vLLM's kernels read 16 tokens at a time."""
+    layer = shapes.Layer(shapes.HEADS, 32)
+    engine = shapes.engine_of(KVCacheLayout[layout], layer, page_tokens=page_tokens, codec_on_device="int8")
+    layers = paged_layers(*engine_pages(engine), plain=True)
+    assert layers.pages == page_tokens // 16
+    numbers = stand_ins.fill(engine, [3, 1])
+    assert torch.equal(numbers_of(layers.parts(np.array([[3, 1]], np.int64))), numbers)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +76,8 @@ def test_loaded_prefixes_are_what_the_daemons_codec_makes_of_them(
     with make_engine(llama, None, kv_transfer=coded, dtype="bfloat16") as engine:
         assert run(engine, requests) == (exact, 0), "no block is shared with the other engine"
         assert run(engine, requests) == run(engine, requests) == (altered, cacheable(requests))
+        run(engine, [probe])
+        assert from_disk(daemon, engine, requests, probe) == altered
     assert altered != exact
     with Client(daemon.address) as client:
         known = {each.namespace.layout: each.namespace for each in client.stats().namespaces}

@@ -25,7 +25,9 @@ from tests.integrations.vllm.test_part_shapes import DTYPE, NAMES, Engine, Layer
 BLOCKS, HEADS = 5, 2
 
 
-def engine_of(layout: KVCacheLayout, layer: Any, *, page_tokens: int = 16, kernel: int = 16, size: int = 32) -> Engine:
+def engine_of(
+    layout: KVCacheLayout, layer: Any, *, page_tokens: int = 16, kernel: int = 16, size: int = 32, **options: Any
+) -> Engine:
     """Two blocks to a part, in memory that vLLM has laid out."""
     spec = FullAttentionSpec(block_size=page_tokens, num_kv_heads=HEADS, head_size=size, dtype=DTYPE)
     of_block = len(NAMES) * spec.page_size_bytes if layout.is_block_outermost else None
@@ -34,7 +36,7 @@ def engine_of(layout: KVCacheLayout, layer: Any, *, page_tokens: int = 16, kerne
     tensor = KVCacheTensor(BLOCKS * len(NAMES) * spec.page_size_bytes, NAMES, of_layer, of_block)
     cache = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(NAMES, spec)])
     tensors = allocate_kv_cache(cache, torch.device("cpu"), layout, [kernel])
-    return Engine(cache, tensors, layer, ConnectorOptions(block_tokens=2 * page_tokens))
+    return Engine(cache, tensors, layer, ConnectorOptions(block_tokens=2 * page_tokens, **options))
 
 
 @pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from prefixd.base.errors import ConfigError
-from prefixd.client import PartShape
+from prefixd.integrations.engine.copying.group_pages import GroupPages
 from prefixd.integrations.engine.geometry import Group
 from prefixd_swap.codecs import part_shape as swap
 from prefixd_swap.codecs.on_device.paged_parts import PagedLayers
@@ -52,24 +52,33 @@ def coded_group(group: Group, specs: Sequence[Any], layers: int, block_tokens: i
     return replace(group, part_bytes=nbytes, coded_shape=shape)
 
 
-def paged_layers(group: Group, shape: PartShape | None, tensors: Sequence[torch.Tensor]) -> PagedLayers:
-    """The caches of a group's layers, as kernels read and write them.
+def paged_layers(group: Group, pages: GroupPages, tensors: Sequence[torch.Tensor], plain: bool) -> PagedLayers:
+    """The caches of a group's layers, as kernels read and write them. Tokens and heads may lie in any order.
 
     Args:
         group: as `coded_group` returns it.
-        shape: of a part, as `part_shape` finds it.
-        tensors: of the layers.
+        pages: its memory.
+        tensors: of the layers, ``[blocks, heads, tokens, keys and values]``.
+        plain: whether pages have the keys and then the values of each token and head, see `probe_pages`.
 
     Raises:
-        ConfigError: keys and values do not lie plainly in the pages.
+        ConfigError: kernels would not find keys and values in the pages.
     """
-    if shape is None or group.coded_shape is None:
+    shape = group.coded_shape
+    assert shape is not None, "coded_group has made it"
+    first = tensors[0]
+    if not plain or first.dim() != 4 or first.shape[3] != 2 * shape.channels:
         raise _refusal(group, "has pages in which the connector does not know where keys and values lie")
-    known = replace(group.coded_shape, order=shape.order)
-    channels = known.channels
-    layers = [tensor.transpose(1, 2) for tensor in tensors]  # [blocks, tokens, heads, keys and values]
-    halves = tuple((layer[..., :channels], layer[..., channels:]) for layer in layers)
-    return PagedLayers(known, halves, group.block_tokens // tensors[0].shape[2])
+    kernel_blocks = group.block_tokens // first.shape[2]  # vLLM's kernels may read smaller blocks than its tables have
+    apart = kernel_blocks * first.stride(0) * first.element_size()
+    if any(
+        (runs[0].address, runs[0].stride) != (tensor.data_ptr(), apart)
+        for runs, tensor in zip(pages.layers, tensors, strict=True)
+    ):
+        raise _refusal(group, "has pages that lie elsewhere than vLLM's configuration says")
+    layers = [tensor.transpose(1, 2) for tensor in tensors]
+    halves = tuple((layer[..., : shape.channels], layer[..., shape.channels :]) for layer in layers)
+    return PagedLayers(shape, halves, kernel_blocks)
 
 
 def _refusal(group: Group, why: str) -> ConfigError:

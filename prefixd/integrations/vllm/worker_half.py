@@ -60,7 +60,7 @@ class WorkerHalf:
         probed = probe_pages(self._vllm_config, kv_caches, versions)
         self.packing = Packing(probed.digest, tuple(self._shapes(pages, kv_caches, probed.plain)))
         self._ordinal = None if device.type == "cpu" else device.index or 0
-        objects = self._object_copies(kv_caches)
+        objects = self._object_copies(pages, kv_caches, probed.plain)
         link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s, log)
         link.wait_first()
         engine = create_copy_engine("cpu" if self._ordinal is None else f"cuda:{self._ordinal}", threads=1)
@@ -69,17 +69,18 @@ class WorkerHalf:
             link, self._geometry, pages, rank, engine, self.counters, self._ordinal, copies, objects
         )
 
-    def _object_copies(self, kv_caches: dict[str, torch.Tensor]) -> ObjectCopies | None:
+    def _object_copies(
+        self, pages: Sequence[GroupPages], kv_caches: dict[str, torch.Tensor], plain: Container[str]
+    ) -> ObjectCopies | None:
         """The copies of int8 objects, if the option asks for these. Raises ConfigError where there are none."""
         if self._options.codec_on_device is None:
             return None
-        groups = zip(self._geometry.groups, self.packing.shapes, strict=True)
-        return object_copies_of(
-            [
-                paged_layers(group, shape, [kv_caches[name] for name in layer_names(self._kv_cache_config, group)])
-                for group, shape in groups
-            ]
-        )
+        layers = []
+        for group, group_pages in zip(self._geometry.groups, pages, strict=True):
+            names = layer_names(self._kv_cache_config, group)
+            known = all(name in plain for name in names)
+            layers.append(paged_layers(group, group_pages, [kv_caches[name] for name in names], known))
+        return object_copies_of(layers)
 
     def _shapes(
         self, pages: Sequence[GroupPages], kv_caches: dict[str, torch.Tensor], plain: Container[str]

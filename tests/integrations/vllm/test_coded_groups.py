@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from prefixd.base.errors import ConfigError
-from prefixd.client import PartShape
 from prefixd.integrations.engine.copying.cuda_device import object_copies_of
+from prefixd.integrations.engine.copying.group_pages import GroupPages
+from prefixd.integrations.engine.geometry import Group
 from prefixd.integrations.vllm.coded_groups import paged_layers
 from prefixd.integrations.vllm.geometry import read_geometry
 from prefixd.integrations.vllm.options import ConnectorOptions
@@ -21,6 +22,7 @@ from prefixd_swap.codecs.object_header import header_nbytes, read_header
 from prefixd_swap.codecs.on_device.certified import object_nbytes
 from prefixd_swap.codecs.on_device.paged_parts import PagedLayers, PagedParts
 from prefixd_swap.codecs.registry import find_codec
+from prefixd_swap.errors import GeometryError
 from tests.integrations.vllm.test_geometry import (
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -31,9 +33,10 @@ from tests.integrations.vllm.test_geometry import (
 )
 from tests.integrations.vllm.test_part_shapes import (
     DTYPE,
-    EXPRESSIBLE,
     HEADS,
     LAYERS,
+    LAYOUTS,
+    NAMES,
     TOKENS,
     Engine,
     engine_of,
@@ -42,15 +45,21 @@ from tests.integrations.vllm.test_part_shapes import (
 
 CHANNELS = 16
 CODED: dict[str, Any] = {"channels": CHANNELS, "codec_on_device": "int8"}
-SPLIT = ("LBNHC", 2 * TOKENS, HEADS, TOKENS // 4)
-ENGINES = [*((*each, TOKENS) for each in EXPRESSIBLE), SPLIT]
+ENGINES = [
+    *((layout, tokens, heads, TOKENS) for layout in LAYOUTS for tokens in (TOKENS, 2 * TOKENS) for heads in (1, HEADS)),
+    *((layout, 2 * TOKENS, HEADS, TOKENS // 4) for layout in ("LBNHC", "LBHNC")),
+]
 
 
 def coded_engine(layout: str, block_tokens: int, heads: int, kernel_tokens: int) -> tuple[Engine, PagedLayers]:
     """An engine with the option, and what kernels get of it."""
     engine = engine_of(layout, block_tokens=block_tokens, heads=heads, kernel_tokens=kernel_tokens, **CODED)
-    (group,) = engine.geometry.groups
-    return engine, paged_layers(group, engine.shape(), list(engine.tensors.values()))
+    assert engine.plain.issuperset(NAMES)
+    return engine, paged_layers(*engine_pages(engine), plain=True)
+
+
+def engine_pages(engine: Engine) -> tuple[Group, GroupPages, list[torch.Tensor]]:
+    return engine.geometry.groups[0], engine.pages[0], list(engine.tensors.values())
 
 
 def numbers_of(paged: PagedParts) -> torch.Tensor:
@@ -89,8 +98,9 @@ def test_kernels_make_the_objects_that_the_codec_makes_of_the_copied_bytes(
         pytest.skip("the caches of this test are in host memory")
     engine, layers = coded_engine(layout, block_tokens, heads, kernel_tokens)
     blocks = [3, 1][: block_tokens // TOKENS]
-    fill(engine, blocks)
-    made = code(engine.part(*blocks), Coding(find_codec("int8"), layers.shape, most_error=np.inf))
+    numbers = fill(engine, blocks)
+    data = numbers.contiguous().view(torch.uint8).numpy().reshape(-1)
+    made = code(data, Coding(find_codec("int8"), layers.shape, most_error=np.inf))
     assert isinstance(made, Coded)
     copies = object_copies_of([layers])
     stored = np.zeros(engine.geometry.groups[0].part_bytes, np.uint8)
@@ -153,23 +163,25 @@ def test_windows_may_have_objects() -> None:
     assert geometry.groups[0].rule is not None
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-def test_pages_without_a_shape_are_refused(layout: str) -> None:
-    engine = engine_of(layout, block_tokens=2 * TOKENS, **CODED)
-    (group,) = engine.geometry.groups
-    assert engine.shape() is None
-    with pytest.raises(ConfigError, match="does not know where keys and values lie"):
-        paged_layers(group, None, list(engine.tensors.values()))
+def test_pages_in_which_kernels_would_not_find_keys_and_values_are_refused() -> None:
+    group, pages, tensors = engine_pages(engine_of("LBNHC", **CODED))
+    for given, plain in (
+        (tensors, False),
+        ([tensor[0] for tensor in tensors], True),
+        ([tensor[..., 1:] for tensor in tensors], True),
+    ):
+        with pytest.raises(ConfigError, match="does not know where keys and values lie"):
+            paged_layers(group, pages, given, plain)
 
 
 def test_tensors_that_are_not_what_vllm_says_of_them_are_refused() -> None:
-    engine = engine_of("LBNHC", **CODED)
-    (group,) = engine.geometry.groups
-    shape = engine.shape()
-    assert isinstance(shape, PartShape)
-    halved = [tensor[:, :1] for tensor in engine.tensors.values()]
-    layers = paged_layers(group, shape, halved)
-    with pytest.raises(Exception, match="a part of 1 pages has dtype"):
+    group, pages, tensors = engine_pages(engine_of("LBNHC", **CODED))
+    with pytest.raises(ConfigError, match="lie elsewhere"):
+        paged_layers(group, pages, tensors[::-1], plain=True)
+    with pytest.raises(ConfigError, match="lie elsewhere"):
+        paged_layers(group, pages, [tensor[::2] for tensor in tensors], plain=True)
+    layers = paged_layers(group, pages, [tensor[:, :1] for tensor in tensors], plain=True)
+    with pytest.raises(GeometryError, match="a part of 1 pages has dtype"):
         layers.parts(np.zeros((1, 1), np.int64))
 
 

@@ -104,6 +104,8 @@ def test_blocks_of_several_pages() -> None:
     for number in range(3):
         np.testing.assert_array_equal(objects[number, at:], object_of(parts.random_part(SHAPE, number))[at:])
     cache.layers[:] = 3.0
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     ids = cache.ids.copy()
     ids[1] = -1
     asyncio.run(copies.scatter(0, ids, places(objects)))

@@ -46,7 +46,7 @@ def check_tiles(shape: PartShape, device: torch.device, pack: Pack, unpack: Unpa
     paged = numbers.reshape(_PARTS, 2, pages, shape.tokens // pages, shape.heads, shape.channels).transpose(1, 2)
     cache = torch.empty((_PARTS * pages, *paged.shape[2:]), dtype=numbers.dtype)
     cache[blocks.reshape(-1)] = paged.reshape(cache.shape)
-    caches = (cache.to(device), torch.zeros_like(cache, device=device))
+    caches = (cache.to(device), torch.zeros_like(cache).to(device))  # written when `to` returns, for any stream
     written, read = (PagedLayers(shape, ((each[:, 0], each[:, 1]),)) for each in caches)
     objects = np.zeros((_PARTS, object_nbytes(shape)), np.uint8)
     addresses = objects.ctypes.data + objects.shape[1] * np.arange(_PARTS)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class SlabWriter:
         taken: list[list[int | None] | None] = []
         by_key: dict[tuple[bytes, bytes], list[int | None] | None] = {}
         with self._lock:
+            if len(blocks) > 1 and (chain := self._take_chain(blocks)) is not None:
+                return chain
             try:
                 for block in blocks:
                     near = by_key.get((block.namespace, block.parent)) or block.near
@@ -104,6 +107,34 @@ class SlabWriter:
         if self._pool is not None:
             self._pool.shutdown()
 
+    def _take_chain(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None] | None:
+        """As `take`, for blocks of one shape of which each continues the one before, at once: taking them one by one
+        takes as long as writing small blocks. None if they are no such blocks, or these have to be taken one by one."""
+        first, sizes = blocks[0], _sizes(blocks[0])
+        if sizes is None or any(
+            block.parent != before.key or block.namespace != before.namespace or _sizes(block) != sizes
+            for before, block in pairwise(blocks)
+        ):
+            return None
+        close = first.near if first.near is not None else (None,) * len(sizes)
+        columns: list[list[int | None]] = []
+        taken: list[int | None] = []
+        try:
+            for nbytes, near in zip(sizes, close, strict=True):
+                column: list[int | None] = [None] * len(blocks)
+                if nbytes:
+                    slots = self._slabs.allocate_many(nbytes, len(blocks), near)
+                    if slots is None:
+                        self._free_slots(taken)
+                        return None
+                    column = slots.tolist()
+                columns.append(column)
+                taken += column
+        except Exception:
+            self._free_slots(taken)
+            raise
+        return [list(slots) for slots in zip(*columns, strict=True)]
+
     def _take_block(self, block: NewBlock, near: Sequence[int | None] | None) -> list[int | None] | None:
         slots: list[int | None] = []
         close = near if near is not None and len(near) == len(block.parts) else (None,) * len(block.parts)
@@ -147,6 +178,13 @@ class SlabWriter:
 
     def _free_slots(self, slots: Sequence[int | None]) -> None:
         self._slabs.free(np.array([slot for slot in slots if slot is not None], np.int64))
+
+
+def _sizes(block: NewBlock) -> list[int] | None:
+    """Bytes of each part, 0 for one that is not given; None for a block with other parts than raw ones."""
+    if block.mixed or not all(part is None or isinstance(part, Span) for part in block.parts):
+        return None
+    return [0 if part is None else part.nbytes for part in block.parts]
 
 
 def _part_write(part: Span | CodedPart, slot: int, checksum: int | None) -> PartWrite:

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,36 @@ def test_large_neighbours_that_are_apart_in_memory_are_not_copied(store: SlabSto
     records = store.write(chain([[Span(each.ctypes.data, 256 * KIB)] for each in blocks]))
     assert device.writes == [256 * KIB] * 16
     check(store, records, [[each.tobytes()] for each in blocks])
+
+
+def test_each_part_of_a_chain_lies_behind_the_one_of_the_block_before(store: SlabStore) -> None:
+    sizes = (8 * KIB, 64 * KIB, 5000)
+    blocks = memory(64 * 128 * KIB).reshape(64, 128 * KIB)
+    starts = (0, 8 * KIB, 72 * KIB)
+    spans: list[list[Span | None]] = [
+        [Span(each.ctypes.data + start, size) for start, size in zip(starts, sizes, strict=True)] for each in blocks
+    ]
+    first = store.write(chain(spans)[:32])
+    assert first[31] is not None
+    near = [None if part is None else part.slot for part in first[31].parts]
+    later = store.write([replace(block, near=near) for block in chain(spans)[32:]])
+    contents = [
+        [each[start : start + size].tobytes() for start, size in zip(starts, sizes, strict=True)] for each in blocks
+    ]
+    check(store, first + later, contents)
+    for part, size in enumerate(sizes):
+        slots = [record.parts[part] for record in first + later if record is not None]
+        steps = [after.slot - before.slot for before, after in pairwise(slots) if before and after]
+        assert steps.count(round_to_slot(size) // PAGE_BYTES) >= 60  # all but where a page ends
+
+
+def test_a_chain_is_stored_as_far_as_there_is_room(store: SlabStore) -> None:
+    blocks = memory(80 << 20).reshape(80, 1 << 20)
+    room = store.room(1 << 20)
+    records = store.write(chain([[Span(each.ctypes.data, 1 << 20)] for each in blocks]))
+    stored = [record for record in records if record is not None]
+    assert 60 <= len(stored) == room and not any(records[room:])
+    check(store, list(stored), [[each.tobytes()] for each in blocks[:room]])
 
 
 def test_a_write_that_fails_stores_nothing_and_its_slots_are_free(store: SlabStore, device: Device) -> None:

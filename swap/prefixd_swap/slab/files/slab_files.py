@@ -125,6 +125,23 @@ class SlabFiles:
             offset = self._striping.allocate(self._pages, nbytes, address, mixed=mixed)
         return None if offset is None else offset >> _SHIFT
 
+    def allocate_many(self, nbytes: int, count: int, near: int | None = None) -> Int64s | None:
+        """Take `count` slots for `nbytes` bytes each, adjacent where possible.
+
+        None, and nothing is taken, if there is no room for all, or if the slots have to alternate between drives.
+
+        Raises:
+            StorageError: as `allocate`; nothing is taken.
+        """
+        if len(self._folders) > 1:
+            return None
+        slot = round_to_slot(nbytes)
+        while self._pages.room(slot) < count:
+            if not self._add_slabs(slot):
+                return None
+        offsets = self._pages.allocate_many(slot, count, None if near is None else near << _SHIFT)
+        return None if offsets is None else offsets >> _SHIFT
+
     def free(self, slots: Int64s) -> None:
         """Make slots free; none of them if this raises.
 

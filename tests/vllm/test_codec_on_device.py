@@ -12,14 +12,14 @@ import pytest
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from benchmarks.engines.vllm_engine import EngineFailed, EngineRequest
+from benchmarks.engines.vllm_engine import EngineFailed
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.integrations.vllm.coded_groups import paged_layers
 from tests.integrations.vllm import test_part_shapes as stand_ins
 from tests.integrations.vllm.test_coded_groups import engine_pages, numbers_of
 from tests.vllm import test_part_shapes as shapes
-from tests.vllm.served import NewRequests, StartEngine, always, cacheable, make_prompt, run
+from tests.vllm.served import NewRequests, StartEngine, always, cacheable, run
 from tests.vllm.test_codecs import from_disk
 
 PLAIN = "benchmarks.engines.vllm_plain_pages"
@@ -60,19 +60,24 @@ def test_an_engine_whose_pages_cannot_be_coded_does_not_start(
     assert f'codec_on_device = "int8": {says}' in engine.log.read_text()
 
 
+@pytest.mark.parametrize("made_by", ["codec", "kernels"])
 def test_loaded_prefixes_are_what_the_daemons_codec_makes_of_them(
-    llama: Path, daemon: DaemonProcess, make_engine: StartEngine, new_requests: NewRequests
+    made_by: str, llama: Path, daemon: DaemonProcess, make_engine: StartEngine, new_requests: NewRequests
 ) -> None:
     """The same tokens as with `int8` on the daemon's disk: keys and values have the same bits."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+    if made_by == "kernels" and (
+        os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None
+    ):
         pytest.skip("needs Triton, and TRITON_INTERPRET=1")
-    requests = [EngineRequest(make_prompt(number, length), 12) for number, length in enumerate(LENGTHS)]
+    requests = new_requests(*LENGTHS)
     with make_engine(llama, None, kv_transfer=transfer(daemon, codec="int8"), dtype="bfloat16") as engine:
         (probe,) = new_requests(200)
         run(engine, [probe])
         exact, _ = run(engine, requests)
         altered = from_disk(daemon, engine, requests, probe)
     coded = transfer(daemon, codec_on_device="int8")
+    if made_by == "codec":
+        coded["kv_connector_module_path"] = "tests.vllm.codec_connector"
     with make_engine(llama, None, kv_transfer=coded, dtype="bfloat16") as engine:
         assert run(engine, requests) == (exact, 0), "no block is shared with the other engine"
         assert run(engine, requests) == run(engine, requests) == (altered, cacheable(requests))

@@ -1,12 +1,11 @@
 """One rank's loads and saves of parts that are int8 objects, over a real daemon.
 
-The device's copies are a double, which puts keys and values into objects on the CPU; `test_object_copies.py` tests the
-ones of kernels. In Triton's interpreter, where it is installed, the last test has both.
+The device's copies are a double (`codec_copies.py`); `test_object_copies.py` tests the ones of kernels. In Triton's
+interpreter, where it is installed, the last test has both.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,15 +20,12 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.integrations.engine.copying import cuda_device
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK
 from prefixd.integrations.engine.copying.part_copies import PartCopies
-from prefixd_swap.codecs.codec import Refused, UInt8s
-from prefixd_swap.codecs.coding import Coded
-from prefixd_swap.codecs.object_header import header_nbytes
-from prefixd_swap.codecs.on_device.certified import certify, check_object, object_nbytes
+from prefixd_swap.codecs.on_device.certified import object_nbytes
 from prefixd_swap.codecs.on_device.paged_parts import PagedLayers
 from prefixd_swap.codecs.part_shape import AXES, PartShape
-from prefixd_swap.codecs.quantized import Int8Codec
 from prefixd_swap.copies.copy_engine import HostCopyEngine
 from tests.integrations.engine.conftest import LAYERS, LOG, PAGES, MakeRank, Rank
+from tests.integrations.engine.copying.codec_copies import CodecCopies
 from tests.waiting import wait_until
 
 HEADS, CHANNELS = 2, 32
@@ -55,55 +51,14 @@ class Cache:
     def layers(self) -> list[PagedLayers]:
         return [PagedLayers(shape_of(), tuple((layer[:, 0], layer[:, 1]) for layer in each)) for each in self.groups]
 
-    def part(self, ids: Any, group: int = 0) -> UInt8s:
-        """The bytes of blocks of a group as a part of `shape_of`."""
-        numbers = self.groups[group][:, ids].transpose(1, 2).flatten(2, 3)
-        return numbers.contiguous().view(torch.uint8).numpy().reshape(-1)
-
-
-class CodecCopies:
-    """A double of `ObjectCopies`: the same objects of the same pages, by the codec on the CPU."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self.closed = False
-
-    async def gather(self, group: int, blocks: Ids, addresses: Ids) -> list[Refused | None]:
-        answers: list[Refused | None] = []
-        for ids, address in zip(blocks, addresses.tolist(), strict=True):
-            tiles = Int8Codec().encode(self._cache.part(ids, group), shape_of())
-            if isinstance(tiles, Refused):
-                answers.append(tiles)
-                continue
-            into = host(address)
-            into[header_nbytes(LAYERS) :] = tiles
-            assert isinstance(certify(into, np.ones((2 * LAYERS * HEADS, 3)), shape_of(), np.inf), Coded)
-            answers.append(None)
-        return answers
-
-    async def scatter(self, group: int, blocks: Ids, addresses: Ids) -> None:
-        for ids, address in zip(blocks, addresses.tolist(), strict=True):
-            check_object(host(address), shape_of())
-            decoded = np.empty(shape_of().nbytes, np.uint8)
-            Int8Codec().decode(host(address)[header_nbytes(LAYERS) :], shape_of(), decoded)
-            pages = torch.from_numpy(decoded).view(torch.float16)
-            pages = pages.reshape(LAYERS, 2, len(ids), -1, HEADS, CHANNELS).transpose(1, 2)
-            wanted = ids >= 0
-            self._cache.groups[group][:, ids[wanted]] = pages[:, wanted]
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def host(address: int) -> UInt8s:
-    return np.frombuffer((ctypes.c_uint8 * object_nbytes(shape_of())).from_address(address), np.uint8)
-
 
 @pytest.fixture
 def coded(daemon: DaemonProcess, make_rank: MakeRank) -> Callable[..., tuple[Cache, Rank]]:
     """Makes caches, and a rank whose parts are objects of them."""
 
-    def make(groups: int = 1, copies: Callable[[Cache], Any] = CodecCopies, **how: Any) -> tuple[Cache, Rank]:
+    def make(
+        groups: int = 1, copies: Callable[[list[PagedLayers]], Any] = CodecCopies, **how: Any
+    ) -> tuple[Cache, Rank]:
         cache = Cache(groups)
         page_bytes = 2 * 4 * HEADS * CHANNELS * 2
         rank = make_rank(
@@ -112,7 +67,7 @@ def coded(daemon: DaemonProcess, make_rank: MakeRank) -> Callable[..., tuple[Cac
             memory=[each.numpy() for each in cache.groups],
             addresses=[each.data_ptr() for each in cache.groups],
             page_bytes=page_bytes,
-            object_copies=copies(cache),
+            object_copies=copies(cache.layers),
             coded=(shape_of(), object_nbytes(shape_of())),
             **how,
         )
@@ -208,7 +163,6 @@ def test_a_damaged_object_is_a_failed_load(coded: Any, caplog: pytest.LogCapture
     while (at := before.find(b"pfxC", at)) >= 0:
         found.append(at)
         at += 1
-    memory.setflags(write=True) if not memory.flags.writeable else None
     for at in found:
         memory[at + object_nbytes(shape_of()) - 1] ^= 1
     try:
@@ -235,7 +189,7 @@ def test_exact_parts_and_objects_are_never_in_one_namespace(
 
 def test_objects_are_copied_until_the_rank_ends(coded: Any) -> None:
     cache, rank = coded()
-    copies = CodecCopies(cache)
+    copies = CodecCopies(cache.layers)
     PartCopies(rank.geometry, rank.pages, HostCopyEngine(1), None, copies).close()  # type: ignore[arg-type]
     assert copies.closed
 
@@ -258,7 +212,7 @@ def test_copies_by_kernels(coded: Any) -> None:
 
     if triton_kernels()[1].type != "cpu":
         pytest.skip("the caches of this test are in host memory")
-    cache, rank = coded(groups=2, copies=lambda cache: cuda_device.object_copies_of(cache.layers))
+    cache, rank = coded(groups=2, copies=cuda_device.object_copies_of)
     prefix = rank.prefix("by kernels", 48)
     assert rank.saved(prefix, range(1, 13), range(1, 7)) == {"saved_blocks": 3}
     other, double = coded(groups=2)

@@ -6,7 +6,6 @@ By Triton's interpreter (TRITON_INTERPRET=1, where Triton is installed), and on 
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import numpy as np
@@ -140,42 +139,6 @@ def test_a_part_that_int8_would_alter_too_much_is_refused_and_the_others_are_the
         asyncio.run(copies.scatter(0, cache.ids, places(objects)))
     with pytest.raises(MemoryMisuseError):
         asyncio.run(copies.gather(0, np.full_like(cache.ids, -1), places(objects)))
-    copies.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.real_gpu
-def test_memory_is_not_touched_any_more_when_a_cancelled_copy_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, device = triton_kernels()
-    cache = Cache.make(SHAPE, 2, 1, LAYOUTS[0], device, 6)
-    cache.write(0, parts.random_part(SHAPE))
-    copies = copies_of(cache)
-    objects = np.zeros((1, object_nbytes(SHAPE)), np.uint8)
-    began, go = threading.Event(), threading.Event()
-    pack = copies.pack
-
-    def slow(*arguments: Any) -> Any:
-        began.set()
-        assert go.wait(60)
-        return pack(*arguments)
-
-    monkeypatch.setattr(copies, "pack", slow)
-
-    async def cancelled() -> bool:
-        copy = asyncio.ensure_future(copies.gather(0, cache.ids, places(objects)))
-        assert await asyncio.to_thread(began.wait, 60)
-        for _ in range(2):
-            copy.cancel()
-            await asyncio.sleep(0)
-        waits = not copy.done()
-        go.set()
-        with pytest.raises(asyncio.CancelledError):
-            await copy
-        return waits
-
-    assert asyncio.run(cancelled())
-    check_object(objects[0], SHAPE)
-    copies.close()
     copies.close()
 
 

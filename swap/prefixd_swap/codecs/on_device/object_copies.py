@@ -1,7 +1,6 @@
 """Copies between pages that are scattered over a device and int8 objects in host memory.
 
-Kernels make tiles while they pack, and pages of tiles, so the bus moves half of the bytes. Each way has a thread, a
-stream for kernels, one for copies, and a staging buffer of two halves: one is filled while the other is emptied.
+Kernels make tiles while they pack, and pages of tiles, so the bus moves half of the bytes.
 
         pages (any order)            staging                      host
         layer 0: [ b7 .. b2 .. ]     part 0: | room | tiles |     part 0: | header | tiles |  at any address
@@ -12,11 +11,8 @@ Unverified on a GPU: the tests run it in Triton's interpreter, on a CPU, where t
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +23,13 @@ from prefixd_swap.codecs.object_header import header_nbytes
 from prefixd_swap.codecs.on_device import int8_triton
 from prefixd_swap.codecs.on_device.certified import certify, check_object, object_nbytes
 from prefixd_swap.codecs.on_device.paged_parts import PagedLayers
+from prefixd_swap.codecs.on_device.staged_moves import StagedMoves
 from prefixd_swap.codecs.on_device.tile_check import check_tiles
 from prefixd_swap.errors import DeviceError, MemoryMisuseError
-from prefixd_swap.threads import started_threads
 
 _HALF_BYTES = 32 << 20
-_ALIGNED = 256
 
 Ids = npt.NDArray[np.int64]
-Stage = Callable[[int, int, torch.Tensor], None]
-"""Its arguments: the first part, the number of parts, and their objects in staging."""
 
 
 class ObjectCopies:
@@ -61,8 +54,7 @@ class ObjectCopies:
             group.parts(np.zeros((1, group.blocks), np.int64))
         self._groups = list(groups)
         half_bytes = max(half_bytes, *(object_nbytes(group.shape) for group in groups))
-        half_bytes = -(-half_bytes // _ALIGNED) * _ALIGNED
-        self._ways = [_Way(device, half_bytes, name) for name in ("pack", "unpack")]
+        self._ways = [StagedMoves(device, half_bytes, name) for name in ("pack", "unpack")]
         try:
             for group in groups:
                 check_tiles(group.shape, device, self.pack, self.unpack)
@@ -152,70 +144,6 @@ class ObjectCopies:
         """Waits for copies under way and ends the threads. Can be called twice."""
         for way in self._ways:
             way.close()
-
-
-class _Way:
-    """One direction: a thread, two streams and a staging buffer."""
-
-    def __init__(self, device: torch.device, half_bytes: int, name: str) -> None:
-        self._staging = torch.empty((2, half_bytes), dtype=torch.uint8, device=device)
-        on_gpu = device.type == "cuda"
-        self._kernels = torch.cuda.Stream(device) if on_gpu else None
-        self._copies = torch.cuda.Stream(device) if on_gpu else None
-        self._pool = started_threads(1, f"prefixd-{name}")
-        if on_gpu:
-            torch.cuda.synchronize(device)  # staging may be memory that kernels of another stream still use
-
-    def kernels(self) -> AbstractContextManager[object]:
-        """Tensors that are made within it are for kernels; they wait for no stream of the engine's."""
-        return _within(self._kernels)
-
-    async def run(self, work: Callable[[], None]) -> None:
-        """Runs `work` in the thread; returns or raises when it has ended, also when cancelled meanwhile."""
-        done = asyncio.wrap_future(self._pool.submit(work))
-        cancelled: asyncio.CancelledError | None = None
-        while not done.done():
-            try:
-                await asyncio.wait([done])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        error_of_work = done.exception()
-        if (error_raised := cancelled or error_of_work) is not None:
-            raise error_raised
-
-    def move(self, parts: int, nbytes: int, first: Stage, second: Stage, *, kernels_first: bool) -> None:
-        """Runs two stages for each half of parts, of `nbytes` each in staging; returns or raises when both have ended.
-
-        The first stage fills a half once the second one has emptied it; both submit work to a stream of their own.
-        """
-        filling, emptying = (self._kernels, self._copies) if kernels_first else (self._copies, self._kernels)
-        emptied: list[Any] = [None, None]
-        step = self._staging.shape[1] // nbytes
-        try:
-            for number, at in enumerate(range(0, parts, step)):
-                half, count = number % 2, min(step, parts - at)
-                staged = self._staging[half, : count * nbytes].view(count, nbytes)
-                if filling is not None and emptied[half] is not None:
-                    filling.wait_event(emptied[half])
-                with _within(filling):
-                    first(at, count, staged)
-                if filling is not None and emptying is not None:
-                    emptying.wait_stream(filling)
-                with _within(emptying):
-                    second(at, count, staged)
-                if emptying is not None:
-                    emptied[half] = emptying.record_event()
-        finally:
-            for each in (self._kernels, self._copies):
-                if each is not None:
-                    each.synchronize()
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
-def _within(stream: Any) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _host_bytes(address: int, nbytes: int) -> UInt8s:

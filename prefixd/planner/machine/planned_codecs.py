@@ -16,7 +16,7 @@ from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.group_shape import ELEMENT_BYTES
 from prefixd_swap.slots import round_to_slot
 
-_THREAD_SPEEDS = {"lossless": (1.3e9, 2.9e9), "int8": (1.3e9, 4.7e9), "k8v4": (1.0e9, 3.1e9)}
+_THREAD_SPEEDS = {"lossless": (1.3e9, 2.9e9), "int8": (1.3e9, 4.7e9), "k8v4": (1.0e9, 2.5e9)}
 """Exact bytes a second that a thread encodes and decodes: `benchmarks.codecs` on a core of an EPYC."""
 
 

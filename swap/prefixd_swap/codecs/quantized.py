@@ -1,26 +1,25 @@
-"""The lossy codecs: int8 keys with scale and center by channel, int8 or int4 values with a scale by token and head.
+"""The lossy codecs: int8 keys with scale and center by channel, int8 or int4 values with scales by token and head.
 
 Keys have channels that are far larger than the others, in all tokens; values have such tokens. So a scale of keys is
 shared along tokens, and one of values along channels (KIVI, arXiv 2402.02750). How a part is encoded:
-`kernels/number_tiles.py`.
+`kernels/number_tiles.py`, `kernels/int4_groups.py`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import numpy as np
 
 from prefixd_swap.codecs.codec import Codec, Refused, UInt8s
 from prefixd_swap.codecs.kernels.floats import WORDS
-from prefixd_swap.codecs.kernels.number_tiles import BASE_BYTES, decode_part, encode_part
+from prefixd_swap.codecs.kernels.int4_groups import group_bytes
+from prefixd_swap.codecs.kernels.number_tiles import decode_part, encode_part
+from prefixd_swap.codecs.kernels.scales import BASE_BYTES
 from prefixd_swap.codecs.kernels.words import layout_of, readable_bytes, readable_words, writable_words
 from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.errors import EncodingError
 
-_INT4_GROUP = 32
-"""Channels of int4 values with one scale: 1.5% more bytes than with 128, and five sixths of the error."""
 LEAST_CHANNELS = 16
 """Engines' heads have 64 or more. Rows of one channel take 14 times as long to encode as rows of 128, rows of 16 twice
 as long: a client that says a shape of its own must not keep the threads from the blocks of others."""
@@ -32,6 +31,8 @@ class QuantizedCodec(Codec):
     lossy: ClassVar[bool] = True
     wide_values: ClassVar[bool]
     """Values are int8; else int4."""
+    int4_group: ClassVar[int] = 64
+    """Channels of int4 values with levels of their own."""
 
     def takes(self, nbytes: int, shape: PartShape | None) -> bool:
         """Parts of a known shape with rows of some length."""
@@ -46,7 +47,7 @@ class QuantizedCodec(Codec):
             return Refused.NOT_FEWER
         encoded = np.empty(nbytes, np.uint8)
         words = readable_words(data, WORDS[shape.dtype])
-        if not encode_part(words, *layout_of(shape), self._group(shape), self.wide_values, encoded):
+        if not encode_part(words, *layout_of(shape), self.int4_group, self.wide_values, encoded):
             return Refused.NOT_FINITE
         return encoded
 
@@ -57,18 +58,16 @@ class QuantizedCodec(Codec):
         if encoded.size != (expected := self.encoded_nbytes(shape)):
             raise EncodingError(f"{encoded.size} bytes cannot be {self.name} of {shape}, which takes {expected}")
         with writable_words(into, WORDS[shape.dtype]) as words:
-            decode_part(readable_bytes(encoded), *layout_of(shape), self._group(shape), self.wide_values, words)
+            decode_part(readable_bytes(encoded), *layout_of(shape), self.int4_group, self.wide_values, words)
 
     def encoded_nbytes(self, shape: PartShape) -> int:
         """Bytes of an encoded part."""
         tokens, channels = shape.tokens, shape.channels
         keys = BASE_BYTES + channels + -(-channels // 2) + tokens * channels
-        row = channels if self.wide_values else -(-channels // 2)
-        values = BASE_BYTES + tokens * (math.ceil(channels / self._group(shape)) + row)
+        values = BASE_BYTES + tokens * (1 + channels)
+        if not self.wide_values:
+            values = group_bytes(tokens, channels, self.int4_group)
         return shape.layers * shape.heads * (keys + values)
-
-    def _group(self, shape: PartShape) -> int:
-        return shape.channels if self.wide_values else _INT4_GROUP
 
 
 class Int8Codec(QuantizedCodec):

@@ -1,20 +1,16 @@
 """Keys and values as small integers and compact scales, a tile at a time: one layer's head over all tokens.
 
-A tile of int8 keys has a scale and a center for each channel, over its tokens; one of values a scale for each token and
-group of channels. Encoded, a tile is
+A tile of int8 keys has a scale and a center for each channel, over its tokens; one of int8 values a scale for each
+token. Encoded, a tile is
 
-    base     u16, little-endian      the tile's smallest scale, in steps
-    scales   u8 each                 steps above the base
-    centers  i4 each, of keys only   see `_pack`; a number n of a channel with center c is (n + 16 * c) * scale
-    numbers  i8 each; or i4          [tokens, channels], see `_pack`
+    base u16, scales u8 each    see `scales.py`
+    centers i4 each             of keys only, see `_pack`; a number n of a channel with center c is (n + 16 * c) * scale
+    numbers i8 each             [tokens, channels]
 
 The keys of a channel differ little from token to token where its rotary position turns slowly, and are far from zero.
-So around a center they need less than half of the scale.
+So around a center they need less than half of the scale. Tiles of int4 values: `int4_groups.py`.
 
-A part is the tiles of its layers, heads and keys before values, in this order. A step is the upper 13 bits of a
-float32: 8 of exponent and 4 of mantissa, so that a scale is rounded up by 6% at most and 2% on average, takes one
-byte, and reaches from the tile's largest down to its 2**-16th. A finer scale of two bytes made int8 keys of 16 tokens
-6% larger and the error 2% smaller.
+A part is the tiles of its layers, heads and keys before values, in this order.
 """
 
 from __future__ import annotations
@@ -23,15 +19,13 @@ from typing import Any, Final
 
 import numba
 import numpy as np
+from numba.extending import register_jitable
 
 from prefixd_swap.codecs.kernels.compiling import compiled
 from prefixd_swap.codecs.kernels.floats import INFINITE, MAGNITUDE, bits_of, float_of, read_bits, write_bits
+from prefixd_swap.codecs.kernels.int4_groups import decode_row, encode_groups, group_bytes
+from prefixd_swap.codecs.kernels.scales import BASE_BYTES, ROUND, UP, choose_scales, read_scales
 
-BASE_BYTES: Final = 2
-_STEP: Final = np.uint32(19)  # bits of a float32 that a step leaves out
-_REACH: Final = np.uint32(255)
-_LEAST: Final = np.uint32((127 - 100) << 4)  # no scale is below 2**-100, so no product is denormal
-_ROUND: Final = np.float32(12582912.0)  # 1.5 * 2**23: a sum with it is an integer, ties to even, in its lowest bits
 _BYTE: Final = np.uint32(0xFF)
 _KEYS: Final = 119
 """Scales from the middle of a channel's keys to the furthest: the center is up to 8 away from it, 127 is the most."""
@@ -50,7 +44,7 @@ def _load_tile(words: Any, start: int, stride: int, tile: Any) -> None:
 
 
 @numba.njit
-def _store_keys(numbers: Any, scales: Any, centers: Any, words: Any, start: int) -> None:
+def _store_around(numbers: Any, scales: Any, centers: Any, words: Any, start: int) -> None:
     """As `_store_products`, of numbers around `centers`, which are in scales."""
     target = words[start : start + numbers.size]
     for i in range(numbers.size):
@@ -86,44 +80,12 @@ def _range_by_channel(tile: Any, lowest: Any, highest: Any, needed: Any) -> None
 
 
 @numba.njit
-def _largest_by_group(tile: Any, group: int, largest: Any) -> None:
-    at = 0
+def _largest_by_token(tile: Any, largest: Any) -> None:
     for token in range(tile.shape[0]):
-        for start in range(0, tile.shape[1], group):
-            row = tile[token, start : start + group]
-            most = np.uint32(0)
-            for i in range(row.size):
-                most = max(most, row[i] & MAGNITUDE)
-            largest[at] = most
-            at += 1
-
-
-@numba.njit
-def _choose_scales(largest: Any, levels: int, head: Any, inverses: Any) -> bool:
-    """Writes base and scales of a tile, and 1 / scale; False where a number is not finite."""
-    top = np.uint32(0)
-    for i in range(largest.size):
-        top = max(top, largest[i])
-    if top >= INFINITE:
-        return False
-    share = np.float32(1.0) / np.float32(levels)
-    up = np.uint32((1 << 19) - 1)
-    steps = (bits_of(float_of(top) * share) + up) >> _STEP
-    base = max(steps, _LEAST + _REACH) - _REACH
-    head[0] = base & _BYTE
-    head[1] = base >> np.uint32(8)
-    for i in range(largest.size):
-        steps = max((bits_of(float_of(largest[i]) * share) + up) >> _STEP, base)
-        head[BASE_BYTES + i] = steps - base
-        inverses[i] = np.float32(1.0) / float_of(steps << _STEP)
-    return True
-
-
-@numba.njit
-def _read_scales(head: Any, scales: Any) -> None:
-    base = np.uint32(head[0]) | (np.uint32(head[1]) << np.uint32(8))
-    for i in range(scales.size):
-        scales[i] = float_of((base + np.uint32(head[BASE_BYTES + i])) << _STEP)
+        row, most = tile[token], np.uint32(0)
+        for i in range(row.size):
+            most = max(most, row[i] & MAGNITUDE)
+        largest[token] = most
 
 
 @numba.njit
@@ -149,13 +111,13 @@ def _unpack(source: Any, row: Any) -> None:
 def _encode_keys(tile: Any, lowest: Any, highest: Any, needed: Any, inverses: Any, encoded: Any) -> bool:
     tokens, channels = tile.shape
     _range_by_channel(tile, lowest, highest, needed)
-    if not _choose_scales(needed, _KEYS, encoded, inverses):
+    if not choose_scales(needed, _KEYS, UP, encoded, inverses):
         return False
     half, furthest = np.float32(0.5), np.float32(7)
     centers = needed
     for i in range(channels):
         middle = (half * lowest[i] + half * highest[i]) * inverses[i] * _CENTER
-        centers[i] = bits_of(min(max(middle, -furthest), furthest) + _ROUND)
+        centers[i] = bits_of(min(max(middle, -furthest), furthest) + ROUND)
     at = BASE_BYTES + channels + (channels + 1) // 2
     _pack(centers, encoded[BASE_BYTES + channels : at])
     numbers = encoded[at:]
@@ -163,34 +125,29 @@ def _encode_keys(tile: Any, lowest: Any, highest: Any, needed: Any, inverses: An
         row = tile[token]
         target = numbers[token * channels : (token + 1) * channels]
         for i in range(channels):
-            target[i] = (bits_of(float_of(row[i]) * inverses[i] + _ROUND) - (centers[i] << np.uint32(4))) & _BYTE
+            target[i] = (bits_of(float_of(row[i]) * inverses[i] + ROUND) - (centers[i] << np.uint32(4))) & _BYTE
     return True
 
 
 @numba.njit
-def _encode_values(tile: Any, group: int, wide: bool, largest: Any, inverses: Any, encoded: Any) -> bool:
+def _encode_values(tile: Any, largest: Any, inverses: Any, encoded: Any) -> bool:
     tokens, channels = tile.shape
-    _largest_by_group(tile, group, largest)
-    if not _choose_scales(largest, 127 if wide else 7, encoded, inverses):
+    _largest_by_token(tile, largest)
+    if not choose_scales(largest, 127, UP, encoded, inverses):
         return False
-    at = BASE_BYTES + largest.size
-    row_bytes = channels if wide else (channels + 1) // 2
-    groups = largest.size // tokens
+    at = BASE_BYTES + tokens
     for token in range(tokens):
-        for number in range(groups):
-            row = tile[token, number * group : (number + 1) * group]
-            inverse = inverses[token * groups + number]
-            for i in range(row.size):
-                row[i] = bits_of(float_of(row[i]) * inverse + _ROUND)
-        target = encoded[at : at + row_bytes]
-        if wide:
-            row = tile[token]
-            for i in range(channels):
-                target[i] = row[i] & _BYTE
-        else:
-            _pack(tile[token], target)
-        at += row_bytes
+        row, inverse = tile[token], inverses[token]
+        target = encoded[at : at + channels]
+        for i in range(channels):
+            target[i] = bits_of(float_of(row[i]) * inverse + ROUND) & _BYTE
+        at += channels
     return True
+
+
+@register_jitable
+def _value_bytes(tokens: int, channels: int, group: int, wide: bool) -> int:
+    return BASE_BYTES + tokens * (1 + channels) if wide else group_bytes(tokens, channels, group)
 
 
 @compiled()
@@ -201,18 +158,19 @@ def encode_part(words: Any, sizes: Any, strides: Any, group: int, wide: bool, en
         words: all numbers of the part, as `WORDS` says.
         sizes: layers, tokens, heads, channels.
         strides: words from one layer, kv, token, head to the next. Channels lie side by side.
-        group: channels with one scale, of values.
+        group: channels with one scale, of int4 values.
         wide: values are int8; else int4.
         encoded: `tile_bytes` for each tile.
     """
     layers, tokens, heads, channels = sizes
     tile = np.empty((tokens, channels), np.uint32)
-    groups = tokens * ((channels + group - 1) // group)
+    groups = tokens * (1 if wide else (channels + group - 1) // group)
     needed, key_inverses = np.empty(channels, np.uint32), np.empty(channels, np.float32)
     lowest, highest = np.empty(channels, np.float32), np.empty(channels, np.float32)
-    largest_values, value_inverses = np.empty(groups, np.uint32), np.empty(groups, np.float32)
+    needed_values, value_inverses = np.empty(groups, np.uint32), np.empty(groups, np.float32)
+    lows, highs = np.empty(groups, np.float32), np.empty(groups, np.float32)
     key_bytes = BASE_BYTES + channels + (channels + 1) // 2 + tokens * channels
-    value_bytes = BASE_BYTES + groups + tokens * (channels if wide else (channels + 1) // 2)
+    value_bytes = _value_bytes(tokens, channels, group, wide)
     at = 0
     for layer in range(layers):
         for head in range(heads):
@@ -223,7 +181,11 @@ def encode_part(words: Any, sizes: Any, strides: Any, group: int, wide: bool, en
             at += key_bytes
             _load_tile(words, start + strides[1], strides[2], tile)
             target = encoded[at : at + value_bytes]
-            if not _encode_values(tile, group, wide, largest_values, value_inverses, target):
+            if wide:
+                finite = _encode_values(tile, needed_values, value_inverses, target)
+            else:
+                finite = encode_groups(tile, group, lows, highs, needed_values, value_inverses, target)
+            if not finite:
                 return False
             at += value_bytes
     return True
@@ -233,34 +195,33 @@ def encode_part(words: Any, sizes: Any, strides: Any, group: int, wide: bool, en
 def decode_part(encoded: Any, sizes: Any, strides: Any, group: int, wide: bool, words: Any) -> None:
     """Decodes what `encode_part` has encoded, or bytes of that length; the arguments are the same."""
     layers, tokens, heads, channels = sizes
-    groups = (channels + group - 1) // group
-    key_scales, value_scales = np.empty(channels, np.float32), np.empty(tokens * groups, np.float32)
+    groups = tokens * (1 if wide else (channels + group - 1) // group)
+    key_scales, value_scales = np.empty(channels, np.float32), np.empty(groups, np.float32)
     centers = np.empty(channels, np.int32)
     row, row_scales = np.empty(channels, np.uint8), np.empty(channels, np.float32)
-    row_bytes = channels if wide else (channels + 1) // 2
+    value_bytes = _value_bytes(tokens, channels, group, wide)
     at = 0
     for layer in range(layers):
         for head in range(heads):
             start = layer * strides[0] + head * strides[3]
-            _read_scales(encoded[at:], key_scales)
+            read_scales(encoded[at:], key_scales)
             at += BASE_BYTES + channels
             _unpack(encoded[at : at + (channels + 1) // 2], row)
             for i in range(channels):
                 centers[i] = np.int32(np.int8(row[i])) * 16
             at += (channels + 1) // 2
             for token in range(tokens):
-                _store_keys(encoded[at : at + channels], key_scales, centers, words, start + token * strides[2])
+                _store_around(encoded[at : at + channels], key_scales, centers, words, start + token * strides[2])
                 at += channels
             start += strides[1]
-            _read_scales(encoded[at:], value_scales)
-            at += BASE_BYTES + tokens * groups
+            tile = encoded[at : at + value_bytes]
+            read_scales(tile, value_scales)
             for token in range(tokens):
-                for number in range(groups):
-                    row_scales[number * group : (number + 1) * group] = value_scales[token * groups + number]
-                numbers = encoded[at : at + row_bytes]
                 if wide:
+                    row_scales[:] = value_scales[token]
+                    first = BASE_BYTES + tokens + token * channels
+                    numbers = tile[first : first + channels]
                     _store_products(numbers, row_scales, words, start + token * strides[2])
                 else:
-                    _unpack(numbers, row)
-                    _store_products(row, row_scales, words, start + token * strides[2])
-                at += row_bytes
+                    decode_row(tile, group, token, value_scales, row, words, start + token * strides[2])
+            at += value_bytes

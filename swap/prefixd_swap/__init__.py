@@ -30,6 +30,7 @@ from prefixd_swap.errors import (
     ShrinkError,
     StorageError,
     SwapError,
+    TornObjectError,
     TransferDroppedError,
     UnknownPolicyError,
 )
@@ -98,6 +99,7 @@ __all__ = [
     "StorageError",
     "StreamMark",
     "SwapError",
+    "TornObjectError",
     "TransferDroppedError",
     "UnknownPolicyError",
     "UseHistory",

@@ -19,13 +19,13 @@ from prefixd.cache.remote.digests import Digests
 from prefixd.cache.remote.health import RemoteHealth
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Slots
-from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError
+from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError, TornObjectError
 from prefixd_swap.stores import BlockIdentity
 from prefixd_swap.tiers import MemoryTier, PartRead, RemoteLoad, RemotePart, RemoteSave, RemoteTier, part_object_name
 
-_BAD_S = 60.0
+_UNUSABLE_S = 60.0
 _LOST_S = 5.0
-"""How long an object is not read again that was unusable, or missing or torn."""
+"""How long an object is not looked up again that was torn or must not be used, or was missing."""
 _REMEMBERED = 1 << 16  # such objects
 _PREPARED_AT_ONCE = 128  # blocks: a millisecond
 
@@ -70,7 +70,9 @@ class RemoteCopies:
         self._codings = codings
         self._health = health
         self._checksums = checksums
-        self._unusable: OrderedDict[bytes, float] = OrderedDict()  # digest -> when it may be read again
+        self._unusable: OrderedDict[bytes, float] = OrderedDict()
+        """By digest the time from which on it may be looked up again, of blocks of which a read failed. A block stays
+        here until this host writes it anew, however late that is."""
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -108,8 +110,8 @@ class RemoteCopies:
                 came[at] = True
             elif isinstance(result, LostBytesError | BadObjectError):
                 lost.append(at)
-                remembered_s = _BAD_S if isinstance(result, BadObjectError) else _LOST_S
-                self._remember(loads[at].block.digest, now_s + remembered_s)
+                missing = isinstance(result, LostBytesError) and not isinstance(result, TornObjectError)
+                self._remember(loads[at].block.digest, now_s + (_LOST_S if missing else _UNUSABLE_S))
         if lost:
             self._placement.lost["not served: missing or wrong in the shared store"] += len(lost)
             self._placement.discard_copies(trie, rows[lost], tier)
@@ -117,8 +119,7 @@ class RemoteCopies:
         return came
 
     def is_unusable(self, digest: bytes) -> bool:
-        """Whether an object of this block was read recently and was unusable. Then it is not looked up, and a host that
-        has the block writes it again."""
+        """Whether an object of this block was read in the last minute and was unusable. Then it is not looked up."""
         until_s = self._unusable.get(digest)
         return until_s is not None and until_s > self._placement.clock()
 
@@ -210,7 +211,7 @@ class RemoteCopies:
         found = np.array(await self._tier.exist(names), np.bool_)
         there[np.array(of_block, np.int64)[~found]] = False
         for at, block in enumerate(blocks):
-            there[at] &= not self.is_unusable(block.identity.digest)
+            there[at] &= block.identity.digest not in self._unusable
         return there
 
     async def _write(
@@ -238,7 +239,7 @@ class RemoteCopies:
     async def _delete_unusable(self, trie: Trie, blocks: Sequence[_Block]) -> None:
         """Deletes unusable objects: other hosts cannot use them, and some stores refuse to overwrite a name."""
         parts = range(len(trie.part_bytes))
-        names = [each.name(part) for each in blocks if self.is_unusable(each.identity.digest) for part in parts]
+        names = [each.name(part) for each in blocks if each.identity.digest in self._unusable for part in parts]
         if names:
             await self._tier.delete(names)
 

@@ -563,6 +563,26 @@ async def test_what_could_not_be_used_is_written_anew_where_a_store_takes_no_nam
         await c.close()
 
 
+@pytest.mark.parametrize("damage", [torn, altered], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("later_s", [10.0, 100.0])
+async def test_what_could_not_be_used_is_written_anew_however_late(
+    tmp_path: Path, damage: Callable[[bytearray], None], later_s: float
+) -> None:
+    async with two_hosts(tmp_path) as (a, b, store, _):
+        await a.put(PROMPT)
+        await share(a)
+        for name, value in store.objects.items():
+            damage(content := bytearray(value))
+            store.objects[name] = bytes(content)
+        assert await b.get(PROMPT) == 0
+        b.clock.now += later_s
+        await b.put(PROMPT)
+        await share(b)
+        c = Rig(tmp_path / "c", cpu=16, remote=store)
+        assert await c.get(PROMPT) == 5
+        await c.close()
+
+
 async def test_what_the_store_does_not_delete_is_not_evicted_here(tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (a, _, store, _):
         await a.put(PROMPT)

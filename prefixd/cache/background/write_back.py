@@ -278,7 +278,9 @@ class WriteBack:
             target = self._tiers.require_durable().level
             self._queues.append(
                 UnwrittenBlocks(
-                    *(later, source, target, placement.clock, placement.admit_uses), partial(self._has_room, later)
+                    *(later, source, target, placement.clock, placement.admit_uses),
+                    partial(self._has_room, later),
+                    partial(self._mover.use.owners, later),
                 )
             )
         return self._queues[trie.ordinal]

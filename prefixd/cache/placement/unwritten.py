@@ -1,8 +1,10 @@
-"""The queue of blocks in a tier that wait to be written to disk, in the order in which they entered the tier."""
+"""The queue of blocks in a tier that wait to be written to disk: tenants take turns, each in the order in which its
+blocks entered the tier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,15 +14,19 @@ from prefixd.cache.index.scan import SCANNED_AT_ONCE, LowestRows, slices
 from prefixd.cache.index.trie import Rows, Trie
 
 _FOUND_AT_ONCE = 8192  # blocks that one scan of the table finds
+_TURN = 16
+"""Blocks of a tenant in turn. So many may be coded while those before them are written."""
 
 
 class UnwrittenBlocks:
     """The blocks of a trie with a KV group that the tier has, the disk lacks and a prefix needs.
 
-    The queue is first in, first out; blocks that entered the tier together are ordered parents before children. A scan
-    of the table in slices finds some thousand blocks. Others change the trie between two slices, and between the scan
-    and `next`, so `next` checks again that a block waits. A block that entered after a scan had begun is left to the
-    next scan, since this one may have passed its parent's row.
+    The queue of each tenant is first in, first out; blocks that entered the tier together are ordered parents before
+    children. Tenants take turns, so that one with many blocks, or with a slow codec, does not keep others waiting.
+
+    A scan of the table in slices finds some thousand blocks. Others change the trie between two slices, and between the
+    scan and `next`, so `next` checks again that a block waits. A block that entered after a scan had begun is left to
+    the next scan, since this one may have passed its parent's row.
 
     Args:
         trie: the blocks' trie.
@@ -29,6 +35,7 @@ class UnwrittenBlocks:
         clock: seconds, as for the times when blocks entered tiers.
         admit_uses: blocks with fewer uses do not wait to be written.
         may_go: returns which of m blocks `next` may return now, [m]; all by default.
+        owners: returns the ordinal of the tenant of each of m blocks, [m]; one tenant by default.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class UnwrittenBlocks:
         clock: Callable[[], float],
         admit_uses: int = 0,
         may_go: Callable[[Rows], npt.NDArray[np.bool_]] | None = None,
+        owners: Callable[[Rows], Rows] | None = None,
     ) -> None:
         self._trie = trie
         self._source = source
@@ -46,6 +54,7 @@ class UnwrittenBlocks:
         self._clock = clock
         self._admit_uses = admit_uses
         self._may_go = may_go or (lambda rows: np.ones(len(rows), np.bool_))
+        self._owners = owners or (lambda rows: np.zeros(len(rows), np.int64))
         self._found: Rows = np.empty(0, np.int64)
 
     async def next(self, count: int) -> Rows:
@@ -70,14 +79,24 @@ class UnwrittenBlocks:
 
     async def _scan(self) -> None:
         trie, begun_s, pacer = self._trie, self._clock(), Pacer(SCANNED_AT_ONCE)
-        lowest = LowestRows(_FOUND_AT_ONCE)
+        lowest: defaultdict[int, LowestRows] = defaultdict(lambda: LowestRows(_FOUND_AT_ONCE))  # by owner
         for part in slices(trie.rows):
             waiting = trie.unwritten(part, self._source, self._target, self._admit_uses)
             rows = part.start + np.flatnonzero(waiting)
             rows = rows[self._may_go(rows)]
-            entered = trie.entered[rows, self._source]
             if part.start:
-                rows, entered = rows[entered < begun_s], entered[entered < begun_s]
-            lowest.offer(rows, entered, trie.depth[rows])
+                rows = rows[trie.entered[rows, self._source] < begun_s]
+            owners = self._owners(rows)
+            for owner in np.unique(owners).tolist():
+                its = rows[owners == owner]
+                lowest[owner].offer(its, trie.entered[its, self._source], trie.depth[its])
             await pacer.worked(part.stop - part.start)
-        self._found = lowest.ascending()
+        self._found = _in_turn([each.ascending() for each in lowest.values()])[:_FOUND_AT_ONCE]
+
+
+def _in_turn(queues: Sequence[Rows]) -> Rows:
+    """All rows: `_TURN` of each queue, then the next ones of each."""
+    if not queues:
+        return np.empty(0, np.int64)
+    turns = np.concatenate([np.arange(len(queue)) // _TURN for queue in queues])
+    return np.concatenate(queues)[np.argsort(turns, kind="stable")]

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -136,7 +137,10 @@ class Sharing:
             else:
                 least_uses = 1 if self._policy == "reused" else 0
                 clock = self._placement.clock
-                self._queues[at] = UnwrittenBlocks(trie, source.level, self._tier.level, clock, least_uses)
+                owners = partial(self._placement.use.owners, trie)
+                self._queues[at] = UnwrittenBlocks(
+                    *(trie, source.level, self._tier.level, clock, least_uses), owners=owners
+                )
         return self._queues[at]
 
 

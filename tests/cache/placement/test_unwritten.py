@@ -78,6 +78,16 @@ def test_one_scan_serves_many_batches() -> None:
     assert queue.next(4)[1] == 5, "the queue was empty"
 
 
+def test_tenants_take_turns_however_many_blocks_one_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixd.cache.placement.unwritten._TURN", 2)
+    queue = Queue(40)
+    queue.waiting = UnwrittenBlocks(
+        queue.trie, CPU, DISK, lambda: queue.now, owners=lambda rows: (rows < 3).astype(np.int64)
+    )
+    order = [queue.next(4)[0].tolist() for _ in range(3)]
+    assert order == [[39, 38, 2, 1], [37, 36, 0, 35], [34, 33, 32, 31]]
+
+
 def test_what_has_gone_or_been_written_meanwhile_is_left_out() -> None:
     queue = Queue(40)
     assert queue.next(2)[0].tolist() == [39, 38]

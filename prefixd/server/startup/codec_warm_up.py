@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 from prefixd.base.clocks import elapsed_s
 from prefixd.base.codec_names import CODEC_NAMES
@@ -12,7 +11,7 @@ from prefixd.base.long_work.steps import in_thread
 from prefixd.settings import Settings
 from prefixd_swap import SlabStore, SwapError
 from prefixd_swap.codecs.registry import NAMES
-from prefixd_swap.codecs.warm_up import warm_up
+from prefixd_swap.codecs.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +36,18 @@ def codecs_in_use(settings: Settings, store: SlabStore | None) -> list[str]:
 async def warm_up_codecs(settings: Settings, store: SlabStore | None) -> None:
     """Compiles the codecs in use in a thread: some seconds the first time, and a tenth of one later.
 
-    A failure is logged: then the first blocks wait.
+    A failure is logged: then the first blocks wait. A cancellation ends the process that compiles.
     """
     begun_s = elapsed_s()
     try:
         names = codecs_in_use(settings, store)
         if not names:
             return
-        await in_thread(partial(warm_up, names))
+        work = WarmUp(names)
+        try:
+            await in_thread(work.run)
+        finally:
+            work.end()
     except (ExhaustedError, SwapError) as error:
         log.warning("codecs are compiled when their first block comes, which then waits: %s", error)
         return

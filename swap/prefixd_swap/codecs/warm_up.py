@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -16,25 +17,56 @@ from prefixd_swap.codecs.part_shape import AXES, DTYPE_BYTES, PartShape
 from prefixd_swap.codecs.registry import find_codec
 
 
-def warm_up(names: Iterable[str], dtypes: Iterable[str] = tuple(DTYPE_BYTES)) -> None:
-    """Compiles what codecs need for parts of these dtypes; to be called in a thread.
+class WarmUp:
+    """Compiles what codecs need for parts of these dtypes.
 
     Compiling all takes 8 s of CPU time, and holds Python's lock for up to half a second at once. So another process
     compiles first, and leaves the code for this one and for later ones, which load it in 0.1 s. Where no folder can be
     written (`kernels/compiling.py`) or no process can be started, this process compiles.
 
-    Raises:
-        UnavailableCodecError: there is no such codec, or a package that it needs is not installed.
+    Args:
+        names: codecs.
+        dtypes: of numbers.
     """
-    names, dtypes = list(names), list(dtypes)
-    needed = [name for name in names if find_codec(name).name != "exact"]
-    if not needed:
-        return
-    command = [sys.executable, "-m", "prefixd_swap.codecs.warm_up", ",".join(needed), ",".join(dtypes)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with suppress(OSError):  # no process can be started: what it would have compiled is compiled here
-        subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    use_all(needed, dtypes)
+
+    def __init__(self, names: Iterable[str], dtypes: Iterable[str] = tuple(DTYPE_BYTES)) -> None:
+        self.names, self._dtypes = list(names), list(dtypes)
+        self._lock = threading.Lock()  # of `_process` and `_ended`
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+
+    def run(self) -> None:
+        """Compiles; to be called once, in a thread.
+
+        Raises:
+            UnavailableCodecError: there is no such codec, or a package that it needs is not installed.
+        """
+        needed = [name for name in self.names if find_codec(name).name != "exact"]
+        if not needed or not self._start(needed):
+            return
+        if self._process is not None:
+            self._process.wait()
+        if not self._ended:
+            use_all(needed, self._dtypes)
+
+    def end(self) -> None:
+        """Has `run` return soon, with what is compiled by then. Any thread may call it, at any time."""
+        with self._lock:
+            self._ended = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _start(self, names: Sequence[str]) -> bool:
+        """Starts the other process if that can be; False if `end` was called."""
+        command = [sys.executable, "-m", "prefixd_swap.codecs.warm_up", ",".join(names), ",".join(self._dtypes)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with self._lock, suppress(OSError):
+            if not self._ended:
+                nothing = subprocess.DEVNULL
+                self._process = subprocess.Popen(
+                    command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing
+                )
+        return not self._ended
 
 
 def use_all(names: Iterable[str], dtypes: Iterable[str]) -> None:

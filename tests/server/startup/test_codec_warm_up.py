@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefixd.server.startup import codec_warm_up
 from prefixd.server.startup.codec_warm_up import codecs_in_use, warm_up_codecs
 from prefixd.settings import Settings
 from prefixd_swap import SlabStore
 from prefixd_swap.codecs.registry import CODECS
+from prefixd_swap.codecs.warm_up import WarmUp
 from prefixd_swap.errors import UnavailableCodecError
 from tests.server.startup.test_disk_codecs import write_coded
+from tests.waiting import WAIT_S
 
 
 def settings(tmp_path: Path, **values: Any) -> Settings:
@@ -41,7 +43,7 @@ async def test_they_are_compiled_and_that_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiled: list[str] = []
-    monkeypatch.setattr(codec_warm_up, "warm_up", compiled.extend)
+    monkeypatch.setattr(WarmUp, "run", lambda work: compiled.extend(work.names))
     with caplog.at_level(logging.INFO):
         await warm_up_codecs(settings(tmp_path), None)
         assert not caplog.records and not compiled
@@ -52,9 +54,26 @@ async def test_they_are_compiled_and_that_is_logged(
 async def test_without_a_package_the_daemon_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(names: Iterable[str]) -> None:
-        raise UnavailableCodecError(f"no package for {names}")
+    def fail(work: WarmUp) -> None:
+        raise UnavailableCodecError(f"no package for {work.names}")
 
-    monkeypatch.setattr(codec_warm_up, "warm_up", fail)
+    monkeypatch.setattr(WarmUp, "run", fail)
     await warm_up_codecs(settings(tmp_path, **{"disk.codec": "int8"}), None)
     assert "when their first block comes, which then waits: no package for ['int8']" in caplog.text
+
+
+async def test_the_end_of_the_daemon_does_not_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def run(work: WarmUp) -> None:
+        begun.set()
+        assert ended.wait(WAIT_S)
+
+    monkeypatch.setattr(WarmUp, "run", run)
+    monkeypatch.setattr(WarmUp, "end", lambda work: ended.set())
+    task = asyncio.create_task(warm_up_codecs(settings(tmp_path, **{"disk.codec": "int8"}), None))
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefixd_swap.codecs.warm_up import warm_up
+from prefixd_swap.codecs.warm_up import WarmUp
 from prefixd_swap.errors import UnavailableCodecError
+from tests.waiting import WAIT_S
 
 WARM = "from prefixd_swap.codecs.warm_up import use_all; use_all(['lossless', 'int8'], ['bfloat16']); print('done')"
 
@@ -55,17 +59,43 @@ def test_codecs_work_where_the_folder_is_full(tmp_path: Path) -> None:
 
 
 def test_exact_needs_nothing_and_an_unknown_codec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", None)
-    warm_up(["exact"])
-    warm_up([])
+    monkeypatch.setattr(subprocess, "Popen", None)
+    WarmUp(["exact"]).run()
+    WarmUp([]).run()
     with pytest.raises(UnavailableCodecError, match="no codec 'fp8'"):
-        warm_up(["fp8"])
+        WarmUp(["fp8"]).run()
 
 
 @pytest.mark.slow
 def test_warming_up_leaves_nothing_to_compile(tmp_path: Path) -> None:
     script = (
         "import numba.core.compiler as c; c.compile_extra = None\n"
-        "from prefixd_swap.codecs.warm_up import warm_up; warm_up(['int8', 'k8v4'], ['bfloat16']); print('done')"
+        "from prefixd_swap.codecs.warm_up import WarmUp; WarmUp(['int8', 'k8v4'], ['bfloat16']).run(); print('done')"
     )
     assert run(script, tmp_path) == "done\n"
+
+
+@pytest.mark.slow
+def test_warming_up_ends_at_once_where_it_is_not_wanted_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the end of a daemon would wait for what it has just begun to compile."""
+    compiled: list[str] = []
+    monkeypatch.setattr("prefixd_swap.codecs.warm_up.use_all", lambda names, dtypes: compiled.extend(names))
+    monkeypatch.setattr(sys, "executable", shutil.which("sleep"))
+    started, popen = threading.Event(), subprocess.Popen
+
+    def sleep(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        try:
+            return popen([command[0], "1000"], **how)
+        finally:
+            started.set()
+
+    monkeypatch.setattr(subprocess, "Popen", sleep)
+    work = WarmUp(["lossless"])
+    thread = threading.Thread(target=work.run)
+    thread.start()
+    assert started.wait(WAIT_S)
+    work.end()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and not compiled
+    work.run()  # begun when it had ended
+    assert not compiled

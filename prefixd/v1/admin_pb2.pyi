@@ -1505,16 +1505,18 @@ class Holder(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class DiskKey(_message.Message):
-    __slots__ = ("key", "blocks", "nbytes", "encrypts")
+    __slots__ = ("key", "blocks", "nbytes", "encrypts", "settings")
     KEY_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     key: str
     blocks: int
     nbytes: int
     encrypts: bool
-    def __init__(self, key: _Optional[str] = ..., blocks: _Optional[int] = ..., nbytes: _Optional[int] = ..., encrypts: bool = ...) -> None: ...
+    settings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., blocks: _Optional[int] = ..., nbytes: _Optional[int] = ..., encrypts: bool = ..., settings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CheckIntegrityRequest(_message.Message):
     __slots__ = ()

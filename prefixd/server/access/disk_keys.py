@@ -22,14 +22,19 @@ def read_disk_keys(settings: Settings) -> RestKeys:
     shared: tuple[RestKey, ...] = ()
     tenants: dict[str, tuple[RestKey, ...]] = {}
     if settings.disk.encryption_key_file is not None:
-        shared = _read("disk.encryption_key_file", settings.disk.encryption_key_file)
+        shared = _read(key_file_setting(None), settings.disk.encryption_key_file)
     for name, tenant in settings.tenants.items():
         if tenant.encryption_key_file is not None:
-            tenants[name] = _read(f"tenants.{name}.encryption_key_file", tenant.encryption_key_file)
+            tenants[name] = _read(key_file_setting(name), tenant.encryption_key_file)
     try:
         return RestKeys(shared, tenants)
     except KeyFileError as error:
         raise ConfigError(f"disk.encryption_key_file and tenants.NAME.encryption_key_file: {error}") from error
+
+
+def key_file_setting(tenant: str | None) -> str:
+    """The setting that names a tenant's key file; of None the one for tenants without a file of their own."""
+    return "disk.encryption_key_file" if tenant is None else f"tenants.{tenant}.encryption_key_file"
 
 
 def _read(name: str, path: Path) -> tuple[RestKey, ...]:

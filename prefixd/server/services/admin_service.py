@@ -17,6 +17,7 @@ from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, fi
 from prefixd.cache.background.scrubber import ScrubProgress
 from prefixd.observability.eviction_journal import Reason
 from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.disk_keys import key_file_setting
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.prefixes.prefix_info import inspect_prefix
@@ -325,6 +326,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 blocks=used.records[key_id],
                 nbytes=used.bytes[key_id],
                 encrypts=key_id in encrypting,
+                settings=map(key_file_setting, disk.keys.holders(key_id)),
             )
             for key_id in sorted({*used.records, *used.bytes, *used.namespaces, *encrypting})
             if key_id or used.records[0]

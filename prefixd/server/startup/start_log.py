@@ -11,6 +11,7 @@ from pathlib import Path
 
 import prefixd
 from prefixd.base.sizes import as_size
+from prefixd.server.access.disk_keys import key_file_setting
 from prefixd.settings import Settings
 from prefixd_swap import SlabStore
 from prefixd_swap.sealing.rest_keys import RestKeys
@@ -92,9 +93,9 @@ def _codecs(settings: Settings) -> list[str]:
 
 def _key_files(settings: Settings, keys: RestKeys) -> list[str]:
     """The key files, with the ids of the keys that encrypt: `prefixd doctor` counts blocks by these ids."""
-    found = [("disk.encryption_key_file", settings.disk.encryption_key_file, keys.shared)]
+    found = [(key_file_setting(None), settings.disk.encryption_key_file, keys.shared)]
     for name, tenant in sorted(settings.tenants.items()):
-        found.append((f"tenants.{name}.encryption_key_file", tenant.encryption_key_file, keys.key_for(name)))
+        found.append((key_file_setting(name), tenant.encryption_key_file, keys.key_for(name)))
     return [f"{name} = {path} (key {key.name})" for name, path, key in found if path is not None and key is not None]
 
 

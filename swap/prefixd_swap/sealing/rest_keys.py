@@ -64,11 +64,14 @@ class RestKeys:
         self, shared: Sequence[RestKey] = (), tenants: Mapping[str, Sequence[RestKey]] = MappingProxyType({})
     ) -> None:
         opening: dict[int, RestKey] = {}
-        for key in (*shared, *(key for keys in tenants.values() for key in keys)):
-            if opening.setdefault(key.id, key) != key:
-                raise KeyFileError(f"two different keys have the id {key.name}; replace the newer one by another")
+        holders: dict[int, list[str | None]] = {}
+        for name, keys in [(None, shared), *tenants.items()]:
+            for key in keys:
+                if opening.setdefault(key.id, key) != key:
+                    raise KeyFileError(f"two different keys have the id {key.name}; replace the newer one by another")
+                holders.setdefault(key.id, []).append(name)
         firsts = {name: keys[0] for name, keys in tenants.items() if keys}
-        self._keys = _Keys(shared[0] if shared else None, firsts, opening)
+        self._keys = _Keys(shared[0] if shared else None, firsts, opening, holders)
 
     @property
     def empty(self) -> bool:
@@ -89,6 +92,10 @@ class RestKeys:
         """Ids of the keys that encrypt what is written now, of any tenant."""
         keys = self._keys
         return {key.id for key in (keys.shared, *keys.tenants.values()) if key is not None}
+
+    def holders(self, key_id: int) -> Sequence[str | None]:
+        """The tenants whose key files have the key with this id; None: the file of those without one of their own."""
+        return self._keys.holders.get(key_id, ())
 
     def find(self, key_id: int) -> RestKey:
         """The key with this id.
@@ -114,7 +121,7 @@ class RestKeys:
         """
         before, after = self._keys, others._keys
         used = {key_id: before.opening[key_id] for key_id in self.encrypting()}
-        self._keys = _Keys(after.shared, after.tenants, {**used, **after.opening})
+        self._keys = _Keys(after.shared, after.tenants, {**used, **after.opening}, after.holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,7 @@ class _Keys:
     shared: RestKey | None
     tenants: Mapping[str, RestKey]
     opening: Mapping[int, RestKey]
+    holders: Mapping[int, Sequence[str | None]]
 
 
 def parse_keys(content: bytes) -> tuple[RestKey, ...]:

@@ -61,6 +61,13 @@ def test_keys_are_replaced_where_they_are_used() -> None:
     assert keys.find(ONE.id) == ONE and not keys.missing([ONE.id, TWO.id, THREE.id])
 
 
+def test_who_has_a_key_in_a_file_is_known() -> None:
+    keys = RestKeys((ONE, TWO), {"acme": (TWO,)})
+    assert [keys.holders(key.id) for key in (ONE, TWO, THREE)] == [[None], [None, "acme"], ()]
+    keys.replace(RestKeys((THREE,), {"acme": (TWO,)}))
+    assert [keys.holders(key.id) for key in (ONE, TWO, THREE)] == [(), ["acme"], [None]]
+
+
 def test_two_keys_with_one_id_are_refused() -> None:
     twin = RestKey(ONE.id, TWO.objects, TWO.records)
     with pytest.raises(KeyFileError, match=ONE.name):

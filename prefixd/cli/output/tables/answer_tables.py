@@ -282,7 +282,8 @@ def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterabl
         most = ", ".join(f"{holder.owner} ({holder.blocks:,})" for holder in integrity.holders[:_MOST_HOLDERS])
         out.print(Text(f"   blocks held by: {most}"))
     for key in integrity.disk_keys:
-        under = f"under key {key.key}" if key.key else "in clear"
+        files = f" ({', '.join(key.settings)})" if key.settings else ""
+        under = f"under key {key.key}{files}" if key.key else "in clear"
         now = ", which encrypts what is written now" if key.encrypts else ""
         out.print(Text(f"   blocks on disk {under}: {key.blocks:,}, {as_size(key.nbytes)}{now}"))
     for trouble in integrity.troubles:

@@ -12,6 +12,7 @@ import pytest
 
 from prefixd.cli import host_checks, machine_checks
 from prefixd.cli.commands.integrity import doctor
+from prefixd.cli.output.tables import answer_tables
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, cache_pb2
 
@@ -29,6 +30,21 @@ def test_what_adds_up_and_what_is_in_trouble(cli: Cli, daemon: Any) -> None:
         "memory mappings: a process may have",
     ):
         assert words in done.stdout
+
+
+def test_keys_of_blocks_on_disk_come_with_the_settings_that_name_their_files(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = ["disk.encryption_key_file", "tenants.acme.encryption_key_file"]
+    keys = [
+        admin_pb2.DiskKey(key="1f3a09bc", blocks=12, nbytes=1 << 20, encrypts=True, settings=files),
+        admin_pb2.DiskKey(key="00000007", blocks=1, nbytes=1 << 20),
+        admin_pb2.DiskKey(blocks=2, nbytes=1 << 20),
+    ]
+    answer_tables.print_diagnosis(admin_pb2.CheckIntegrityResponse(disk_keys=keys), [])
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"blocks on disk under key 1f3a09bc ({', '.join(files)}): 12, 1.0 MiB, which encrypts what is" in out
+    assert "under key 00000007: 1, 1.0 MiB" in out and "in clear: 2, 1.0 MiB" in out
 
 
 def test_a_violation_has_a_status_of_its_own(cli: Cli, daemon: Any) -> None:

@@ -13,7 +13,8 @@ time that a gigabyte takes. best_io has the highest geometric mean of these rati
 plain direct I/O in the same rounds, a block a call; of_raw is the store's ratio to it with direct, and
 of_raw_store and of_raw_load are the least over all sizes.
 drives: a store over two directories against one over one, each directory as fast as --drive-rate allows and all
-else as it is: durable stores and loads of one prompt (two_drives_*_ratio is the least over all sizes).
+else as it is, the index's syncs included: durable stores and loads of one prompt (two_drives_*_ratio is the least
+over all sizes).
 Every load is cold: what was stored is durable and therefore clean; it is dropped from the page cache
 (posix_fadvise, DONTNEED), and the run fails if the kernel says that some of it is still there (mincore).
 What the device itself or a host beneath it caches, nobody here can drop.
@@ -42,7 +43,7 @@ from prefixd_swap.slab.files.io import DiskIo
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
 _IOS: tuple[DiskIo, ...] = get_args(DiskIo)
 _BATCHES = 4  # durable batches a round of modes
-_DRIVE_BYTES, _DRIVE_ROUNDS = 64 << 20, 3  # of a prompt on one drive and on two
+_DRIVE_BYTES, _DRIVE_ROUNDS = 64 << 20, 5  # of a prompt on one drive and on two
 _COMPARED = ("store", "load", "scattered_load")
 _DECIMALS = 6  # of GB/s: of a small round on a busy disk three would leave nothing
 

@@ -17,8 +17,8 @@ from prefixd_swap import FileOps
 class SlowDrives(FileOps):
     """The real files. Slabs below each folder move at most so many bytes a second, one call after the other.
 
-    The real call runs meanwhile, and adds nothing unless it takes longer. Nothing waits for the machine's own device:
-    not for a store whose durability is in question.
+    The real call runs meanwhile, and adds nothing unless it takes longer. Slabs are not synced, so only the index waits
+    for the machine's own device: not for a store whose durability is in question.
 
     Args:
         bytes_per_s: by folder.

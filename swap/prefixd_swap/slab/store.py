@@ -7,7 +7,6 @@ slots without a record are free.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from prefixd_swap.errors import (
 )
 from prefixd_swap.pages.page_eviction import Allow, Victims, Worths
 from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
-from prefixd_swap.sealing.sealed_objects import SEAL_BYTES, is_sealed, open_sealed, seal, sealed_key
+from prefixd_swap.sealing.sealed_objects import sealed_key
 from prefixd_swap.slab.changes import StoreChanges
 from prefixd_swap.slab.data_directory import DataDirectory
 from prefixd_swap.slab.files.file_ops import FileOps
@@ -40,6 +39,7 @@ from prefixd_swap.slab.index.block_record import (
     index_key,
     without_parts,
 )
+from prefixd_swap.slab.index.namespace_specs import NamespaceSpecs, stored_spec
 from prefixd_swap.slab.index.record_columns import Bools, Encryption, IndexTable, Int64s, Records
 from prefixd_swap.slab.index.recovery import Recovery, prefix_closed, reconcile
 from prefixd_swap.slab.index.rows import Change, IndexDamagedError
@@ -53,8 +53,6 @@ from prefixd_swap.spans import Span
 
 if TYPE_CHECKING:
     from prefixd_swap.slab.index.index import SlabIndex
-
-log = logging.getLogger(__name__)
 
 _ADOPTED_AT_ONCE = 4096
 _REMOVED_AT_ONCE = 4096
@@ -80,6 +78,7 @@ class SlabStore:
         self._recovered: Records | None = recovered  # until `load`
         self._directory = directory
         self._index = index
+        self._specs = NamespaceSpecs(index, keys)
         self._slabs = slabs
         self._reader = SlabReader(slabs, PartDecoder(keys))
         self._changed = threading.Condition()  # guards the slabs
@@ -487,8 +486,7 @@ class SlabStore:
         with self._changes.operation():
             if encryption is not None:
                 self._note_keys([encryption])
-                spec = _sealed_spec(namespace, spec, encryption)
-            self._index.put_namespaces({namespace: spec})
+            self._index.put_namespaces({namespace: stored_spec(namespace, spec, encryption)})
 
     def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
         """Remove namespaces durably; unknown ones are ignored.
@@ -501,8 +499,7 @@ class SlabStore:
 
     def namespaces(self) -> dict[bytes, bytes]:
         """All namespaces: encoded specs by id. Without those that cannot be decrypted."""
-        opened = {each: self.open_spec(each, stored) for each, stored in self._index.namespaces().items()}
-        return {each: spec for each, spec in opened.items() if spec is not None}
+        return self._specs.read()
 
     def reseal_namespaces(self, encryption: Mapping[bytes, RestKey | None]) -> None:
         """Encrypt the specs of namespaces with other keys, None: store them in clear; those that are so stay.
@@ -510,12 +507,7 @@ class SlabStore:
         Raises:
             StorageError: I/O failed; nothing was changed.
         """
-        changed = {}
-        for namespace, stored in self._index.namespaces().items():
-            key = encryption.get(namespace)
-            spec = self.open_spec(namespace, stored) if namespace in encryption else None
-            if spec is not None and sealed_key(stored) != (0 if key is None else key.id):
-                changed[namespace] = spec if key is None else _sealed_spec(namespace, spec, key)
+        changed = self._specs.changed(encryption)
         if changed:
             with self._changes.operation():
                 self._note_keys(key for key in encryption.values() if key is not None)
@@ -523,15 +515,7 @@ class SlabStore:
 
     def open_spec(self, namespace: bytes, stored: bytes) -> bytes | None:
         """A namespace's encoded spec as the index has it, decrypted; None if it cannot be, which is logged."""
-        if not is_sealed(stored):
-            return stored
-        try:
-            spec = np.empty(max(0, len(stored) - SEAL_BYTES), np.uint8)
-            open_sealed(np.frombuffer(stored, np.uint8), self.keys, namespace, spec)
-        except StorageError as error:
-            log.error("namespace %s on disk is of no use: %s", namespace.hex(), error)
-            return None
-        return spec.tobytes()
+        return self._specs.open(namespace, stored)
 
     def pin(self, ids: Sequence[tuple[bytes, bytes]], pinned: bool) -> int:
         """Pin or unpin blocks, by (namespace, key); durable when this returns.
@@ -608,10 +592,6 @@ class SlabStore:
                 parts[at] = found[at]
             complete.append(replace(block, parts=parts))
         return complete
-
-
-def _sealed_spec(namespace: bytes, spec: bytes, key: RestKey) -> bytes:
-    return seal(np.frombuffer(spec, np.uint8), key, namespace).tobytes()
 
 
 def _drop(value: bytes, parts: Collection[int]) -> bytes:

@@ -37,6 +37,7 @@ TOKENS = 16
 CHAIN = 500  # blocks of a prompt
 _SLAB_SLOTS = 16384
 _LEAST_CAPACITY = 1 << 30  # with slabs of 64 MiB; a smaller tier has smaller ones, and syncs more files a batch
+_HOLE = xxhash.xxh3_64_intdigest(bytes(SLOT_BYTES))
 _CHILL_S = 1.0
 _CHILL_AGAIN_S = 0.01
 _libc = ctypes.CDLL(None)
@@ -347,17 +348,20 @@ def place(path: Path, block: int) -> tuple[Path, int]:
     return _slab(path, number), slot * SLOT_BYTES
 
 
-def fill(path: Path, blocks: int, prompts: Prompts = Prompts()) -> None:
-    """A store of `blocks` blocks of one 4 KiB slot, with a real index and slabs that are holes."""
-    capacity = blocks * SLOT_BYTES
-    SlabStore.open(path, capacity).close()
-    for first in range(0, blocks, _SLAB_SLOTS):
+def fill(path: Path, blocks: int, prompts: Prompts = Prompts(), *, coded: bool = False) -> None:
+    """A store of `blocks` blocks with a real index and slabs that are holes.
+
+    Each block has one 4 KiB slot; if it is `coded`, one to three in mixed pages.
+    """
+    slots = 3 * blocks if coded else blocks  # more than the coded ones take
+    SlabStore.open(path, slots * SLOT_BYTES).close()
+    for first in range(0, slots, _SLAB_SLOTS):
         slab = _slab(path, first // _SLAB_SLOTS)
         slab.touch(0o600)
-        os.truncate(slab, min(_SLAB_SLOTS, blocks - first) * SLOT_BYTES)
+        os.truncate(slab, min(_SLAB_SLOTS, slots - first) * SLOT_BYTES)
     index = SlabIndex(path / "index", FileOps())
     with harness.progress("records", blocks // 10_000) as step:
-        for changes in _batches(blocks, 10_000, prompts):
+        for changes in _batches(blocks, 10_000, prompts, _coded_part if coded else _raw_part):
             index.apply(changes)
             step()
     index.put_namespaces({_NAMESPACE: msgspec.msgpack.encode(SPEC)})
@@ -383,8 +387,22 @@ def _slab(path: Path, number: int) -> Path:
     return path / "slabs" / f"{number + 1:010x}.slab"
 
 
-def _batches(blocks: int, size: int, prompts: Prompts) -> Iterator[list[tuple[bytes, bytes]]]:
-    checksum = xxhash.xxh3_64_intdigest(bytes(SLOT_BYTES))  # of a hole
+def _raw_part(number: int) -> DiskPart:
+    slot = number // _SLAB_SLOTS + 1 << INDEX_BITS | number % _SLAB_SLOTS
+    return DiskPart(slot, SLOT_BYTES, _HOLE)
+
+
+def _coded_part(number: int) -> DiskPart:
+    """One, two and three slots in turns, one behind the other."""
+    three, turn = divmod(number, 3)
+    slab, place = divmod(three, _SLAB_SLOTS // 6)
+    slot = slab + 1 << INDEX_BITS | 6 * place + (0, 1, 3)[turn]
+    return DiskPart(slot, SLOT_BYTES * (1 + turn) - number % 1000, _HOLE, coded=True)
+
+
+def _batches(
+    blocks: int, size: int, prompts: Prompts, part: Callable[[int], DiskPart]
+) -> Iterator[list[tuple[bytes, bytes]]]:
     seed = int.from_bytes(_NAMESPACE, "little")
     for start in range(0, blocks, size):
         changes = []
@@ -392,11 +410,9 @@ def _batches(blocks: int, size: int, prompts: Prompts) -> Iterator[list[tuple[by
             chain, depth = prompts.locate(number)
             if not depth:
                 keys = BlockChain(prompts.tokens(chain), TOKENS, seed)
-            slot = number // _SLAB_SLOTS + 1 << INDEX_BITS | number % _SLAB_SLOTS
             parent = keys.key(depth - 1) if depth else b""
             block = NewBlock(_NAMESPACE, keys.key(depth), parent, keys.block(depth), depth, [])
-            record = encode_record(block, [DiskPart(slot, SLOT_BYTES, checksum)])
-            changes.append((index_key(_NAMESPACE, block.key), record))
+            changes.append((index_key(_NAMESPACE, block.key), encode_record(block, [part(number)])))
         yield sorted(changes)
 
 

@@ -60,10 +60,12 @@ def _audit_places(found: Findings, trie: Trie, rows: Rows) -> None:
     depth = np.where(first, 0, trie.depth[above] + 1)
     found.demand_none(rows[~lost & (trie.depth[rows] != depth)], f"{where}rows with a wrong depth")
 
-    before, behind = trie.previous_sibling[rows].astype(np.int64), trie.next_sibling[rows].astype(np.int64)
-    linked = np.where(before < 0, trie.first_child[above] == rows, trie.next_sibling[np.clip(before, 0, n - 1)] == rows)
+    before, behind = ~trie.previous_sibling[rows].astype(np.int64), ~trie.next_sibling[rows].astype(np.int64)
+    linked = np.where(
+        before < 0, trie.first_child[above] == rows, ~trie.next_sibling[np.clip(before, 0, n - 1)] == rows
+    )
     linked |= first | lost
-    linked &= (behind < 0) | (trie.previous_sibling[np.clip(behind, 0, n - 1)] == rows)
+    linked &= (behind < 0) | (~trie.previous_sibling[np.clip(behind, 0, n - 1)] == rows)
     linked &= (behind < 0) | (trie.parent[np.clip(behind, 0, n - 1)] == parent)
     eldest = trie.first_child[rows].astype(np.int64)
     linked &= np.where(trie.children[rows] == 0, eldest < 0, trie.parent[np.clip(eldest, 0, n - 1)] == rows)

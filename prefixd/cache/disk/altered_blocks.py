@@ -39,7 +39,7 @@ class AlteredBlocks:
 def find_altered(
     records: Records,
     sound: Bools,
-    levels: Callable[[], Sequence[tuple[int, int]]],
+    levels: Callable[[], Sequence[npt.NDArray[np.int64]]],
     most_errors: npt.NDArray[np.float32],
 ) -> AlteredBlocks:
     """The sound blocks whose error is above what their namespace allows.
@@ -47,7 +47,7 @@ def find_altered(
     Args:
         records: the blocks on disk.
         sound: [n]: which of them can be entered.
-        levels: returns start and end of the records of each depth.
+        levels: returns the records of each depth.
         most_errors: [namespaces]: the largest RMS error that each allows; 0: its blocks are exact.
     """
     altered = np.zeros(len(records), np.bool_)
@@ -57,8 +57,8 @@ def find_altered(
             altered[group.rows] = (group.errors[:, 0] > 0) & ((group.errors[:, 1] > most) | (most == 0))
     altered &= sound
     continued = np.zeros(len(records), np.bool_)  # blocks behind them keep their bytes
-    for start, end in reversed(levels()) if altered.any() else ():
-        stays = continued[start:end] | (sound[start:end] & ~altered[start:end])
-        above = records.parent[start:end][stays]
+    for rows in reversed(levels()) if altered.any() else ():
+        stays = continued[rows] | (sound[rows] & ~altered[rows])
+        above = records.parent[rows[stays]]
         continued[above[above >= 0]] = True
     return AlteredBlocks(altered & ~continued, altered & continued)

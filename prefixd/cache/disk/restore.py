@@ -26,7 +26,7 @@ from prefixd_swap.tiers import StoreTier
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 1 << 16  # blocks entered at a time, to bound temporary copies
+_CHUNK = 1 << 13  # blocks entered at a time: their columns stay in the processor's cache
 _TOKEN_BYTES = 4
 _ALWAYS_COUNT = set(NamespaceSpec.__struct_fields__) - {"codec"}
 """Fields of a namespace that its id is made of, whatever their value. Others count if they are set."""
@@ -225,7 +225,6 @@ class _Entry:
         del depth
         self._refuse_orphans()
         self.altered = find_altered(records, self.sound, self._levels, most_errors)
-        self._places = self._prompt_order()
         tries = {trie.ordinal: trie for trie in self._tries if trie is not None}
         for trie in tries.values():
             groups = [group for group in records.groups if _fits(group, trie)]
@@ -243,9 +242,9 @@ class _Entry:
         if self.sound.all():
             return
         parent, lost = self._records.parent, np.zeros(len(self.sound), np.bool_)
-        for start, end in self._levels():
-            above = parent[start:end]
-            lost[start:end] = (above >= 0) & (~self.sound[above] | lost[above])
+        for rows in self._levels():
+            above = parent[rows]
+            lost[rows] = (above >= 0) & (~self.sound[above] | lost[above])
         self._refuse(lost, "of a prefix that was dropped")
 
     def _all_of(self, group: RecordGroup) -> Bools:
@@ -270,52 +269,41 @@ class _Entry:
         inner[inner == _NO_ROW] = _NO_PARENT
         return np.where(first, self._roots[self._records.namespace[rows]], inner)
 
-    def _levels(self) -> list[tuple[int, int]]:
-        """Start and end of the records of each depth."""
-        return list(pairwise(np.flatnonzero(np.diff(self._records.depth, prepend=-1, append=-1)).tolist()))
-
-    def _prompt_order(self) -> Rows:
-        """Each record's position in an order in which a block is followed by its eldest child.
-
-        Matching a prompt then reads memory from front to back and touches few pages of the columns. Needs log2(depth)
-        passes over all records: a prompt may have a million tokens.
-        """
-        parent = self._records.parent.astype(np.int64)
-        numbers = np.arange(len(parent))
-        inner = np.flatnonzero(parent >= 0)
-        eldest = np.full(len(parent), _NO_ROW, np.int64)
-        eldest[parent[inner][::-1]] = inner[::-1]  # the first of several children: the last assignment wins
-        goes_on = inner[eldest[parent[inner]] == inner]
-        head = numbers.copy()  # of the record's run of eldest children
-        head[goes_on] = parent[goes_on]
-        while not np.array_equal(above := head[head], head):
-            head = above
-        places = np.empty_like(numbers)
-        places[np.lexsort((self._records.depth, head))] = numbers
-        return places
+    def _levels(self) -> list[Rows]:
+        """The records of each depth."""
+        depth = self._records.depth
+        order = np.argsort(depth, kind="stable")
+        bounds = np.flatnonzero(np.diff(depth[order], prepend=-1, append=-1)).tolist()
+        return [order[start:end] for start, end in pairwise(bounds)]
 
     def _enter(self, trie: Trie, groups: Sequence[RecordGroup], now_s: float) -> None:
-        """Enters a trie's sound records, parents first, and their copies on disk.
+        """Enters a trie's sound records, in prompt order, and their copies on disk.
 
-        A block and its parent may be in different groups, with different parts on disk. A group may also have blocks of
-        other tries with the same part sizes and other rules.
+        Matching a prompt then reads memory from front to back and touches few pages of the columns. A block and its
+        parent may be in different groups, with different parts on disk. A group may also have blocks of other tries
+        with the same part sizes and other rules.
         """
         records = self._records
         ours = self.sound & ~self.altered.gone
         ours &= np.array([its is trie for its in self._tries], np.bool_)[records.namespace]
-        sound = np.sort(np.concatenate([group.rows[ours[group.rows]] for group in groups]))
-        ordered = sound[np.argsort(self._places[sound])]
-        self._rows[ordered] = trie.take_rows(len(ordered))
-        for start in range(0, len(sound), _CHUNK):
-            added = sound[start : start + _CHUNK]
+        fitting = np.zeros(len(ours), np.bool_)
+        for group in groups:
+            fitting[group.rows] = True
+        ours &= fitting
+        self._rows[ours] = trie.take_many_rows(int(np.count_nonzero(ours)), self._level)
+        for start in range(0, len(ours), _CHUNK):
+            added = start + np.flatnonzero(ours[start : start + _CHUNK])
+            if not len(added):
+                continue
             rows = self._rows[added]
             tokens = np.empty((len(added), trie.block_tokens), np.uint32)
             pieces: list[tuple[RecordGroup, Rows, Rows]] = []
             for group in groups:
-                at = np.minimum(np.searchsorted(group.rows, added), len(group.rows) - 1)
-                mine = np.flatnonzero(group.rows[at] == added)
-                tokens[mine] = group.tokens[at[mine]]
-                pieces.append((group, mine, at[mine]))
+                first, end = np.searchsorted(group.rows, [start, start + _CHUNK])
+                at = first + np.flatnonzero(ours[group.rows[first:end]])
+                mine = np.searchsorted(added, group.rows[at])
+                tokens[mine] = group.tokens[at]
+                pieces.append((group, mine, at))
             trie.insert_all(
                 rows,
                 self._parents(added),
@@ -326,6 +314,8 @@ class _Entry:
                 now_s,
             )
             for group, mine, at in pieces:
+                if not len(at):
+                    continue
                 on_disk = np.array(group.part_bytes, np.int64) != 0
                 coded = np.array(group.part_bytes, np.int64) == OF_ANY_SIZE
                 there = on_disk & ~self.altered.bare[added[mine]][:, None]
@@ -341,7 +331,7 @@ class _Entry:
 
 def _fits(group: RecordGroup, trie: Trie) -> bool:
     """Whether the group's blocks can be blocks of `trie`: all parts of a KV group are on disk, or none."""
-    if (trie.block_tokens, len(trie.part_bytes)) != (group.tokens.shape[1], len(group.part_bytes)):
+    if (trie.block_tokens, len(trie.part_bytes)) != (group.tokens.block_tokens, len(group.part_bytes)):
         return False
     sizes = zip(group.part_bytes, trie.part_bytes, strict=True)
     if any(nbytes not in (0, OF_ANY_SIZE, wanted) for nbytes, wanted in sizes):

@@ -2,11 +2,12 @@
 
     row                1     2     3     4      prompts 1-2, 1-3-4
     first_child        2     .     4     .
-    next_sibling       .     3     .     .
-    previous_sibling   .     .     2     .      the first sibling has none
+    next_sibling       .    ~3     .     .
+    previous_sibling   .     .    ~2     .      the first sibling has none
 
-A block without children takes 12 bytes. A walk over descendants takes time by their number, not by the size of the
-table. The parent of a prompt's first block is the namespace's root, which has no list of children.
+Siblings are stored as `~row`, so that none is 0: most blocks have no sibling, and memory that is never written costs
+nothing. A walk over descendants takes time by their number, not by the size of the table. The parent of a prompt's
+first block is the namespace's root, which has no list of children.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ class MovedError(RuntimeError):
 
 
 def link(table: Linked, rows: Rows, parents: Rows) -> None:
-    """Adds m new blocks to their parents' lists of children; negative parents are roots."""
+    """Adds m new blocks, whose siblings are 0, to their parents' lists of children; negative parents are roots."""
     table.first_child[rows] = NO_ROW
-    table.next_sibling[rows] = table.previous_sibling[rows] = NO_ROW
     inner = parents >= 0
     rows, parents = rows[inner], parents[inner]
     if not len(rows):
@@ -50,14 +50,14 @@ def link(table: Linked, rows: Rows, parents: Rows) -> None:
     order = np.argsort(parents, kind="stable")
     rows, parents = rows[order], parents[order]
     same = parents[1:] == parents[:-1]  # neighbours here are siblings
-    table.next_sibling[rows[:-1][same]] = rows[1:][same]
-    table.previous_sibling[rows[1:][same]] = rows[:-1][same]
+    table.next_sibling[rows[:-1][same]] = ~rows[1:][same]
+    table.previous_sibling[rows[1:][same]] = ~rows[:-1][same]
     eldest = np.concatenate([[True], ~same])
     youngest = np.concatenate([~same, [True]])
     behind = table.first_child[parents[youngest]]
-    table.next_sibling[rows[youngest]] = behind
     there = behind >= 0
-    table.previous_sibling[behind[there]] = rows[youngest][there]
+    table.next_sibling[rows[youngest][there]] = ~behind[there]
+    table.previous_sibling[behind[there]] = ~rows[youngest][there]
     table.first_child[parents[eldest]] = rows[eldest]
 
 
@@ -69,13 +69,13 @@ def unlink_all(table: Linked, rows: Rows, parents: Rows) -> None:
     for row, parent in zip(rows.tolist(), parents.tolist(), strict=True):
         if parent < 0:
             continue
-        before, behind = previous_sibling[row], next_sibling[row]
+        before, behind = ~previous_sibling[row], ~next_sibling[row]
         if before >= 0:
-            next_sibling[before] = behind
+            next_sibling[before] = ~behind
         else:
             first_child[parent] = behind
         if behind >= 0:
-            previous_sibling[behind] = before
+            previous_sibling[behind] = ~before
 
 
 class Descendants:
@@ -126,7 +126,7 @@ class Descendants:
                 row = first_child[at]
                 while row == NO_ROW and at != root:
                     steps -= 1
-                    row = next_sibling[at]
+                    row = ~next_sibling[at]
                     at = parent[at]
             at = row
             if at != NO_ROW:

@@ -98,6 +98,15 @@ class ColumnMemory:
             held.use_huge_pages(rows)
         return held.column[:rows]
 
+    def write_ahead(self, name: str, start: int, stop: int, plane: int | None = None) -> None:
+        """Asks for huge pages where the rows from `start` to `stop` lie, all of which are about to be written.
+
+        Whole ones alone, so that no memory is taken for other rows. `plane`: of the second axis, where that is the
+        outermost in memory.
+        """
+        if (held := self._ranges.get(name)) is not None:
+            held.write_ahead(start, stop, plane)
+
     def forget(self, name: str) -> None:
         """Drops a column's memory; the next call of `grown` for it may have another width."""
         self._ranges.pop(name, None)
@@ -136,6 +145,17 @@ class _Range:
         if nbytes >= _HUGE_BYTES:
             for start in range(0, len(self._memory), self._plane_bytes):
                 _advise(self._memory, mmap.MADV_HUGEPAGE, start, nbytes)
+
+    def write_ahead(self, start: int, stop: int, plane: int | None) -> None:
+        """As `ColumnMemory.write_ahead`."""
+        if self._memory is None:
+            return
+        row_bytes = self._plane_bytes // len(self.column)
+        begin = self._plane_bytes * (plane or 0)
+        first = -(-(begin + row_bytes * start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = begin + row_bytes * stop - first
+        if nbytes >= _HUGE_BYTES:
+            _advise(self._memory, mmap.MADV_HUGEPAGE, first, nbytes // mmap.PAGESIZE * mmap.PAGESIZE)
 
 
 def _mapped(nbytes: int) -> mmap.mmap | None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from prefixd.cache.index.coded_columns import CodedColumns
 from prefixd.cache.index.keys.key_index import Rows
-from prefixd.cache.index.trie_table import CPU, DISK, GPU, NO_SLOT, NONE, REMOTE, TIERS
+from prefixd.cache.index.trie_table import CPU, DISK, GPU, NO_SLOT, NONE, REMOTE, TIERS, add_each
 from prefixd.cache.rules import GroupMask, GroupRule
 
 ALL_TIERS = (1 << TIERS) - 1
@@ -90,7 +90,7 @@ class CopyColumns(CodedColumns):
         if len(inner) == 1:
             self.tier_children[inner[0], tier] += change
         elif len(inner):
-            np.add.at(self.tier_children[:, tier], inner, change)
+            add_each(self.tier_children[:, tier], inner, change)
 
     def _note(self, rows: Rows, tier: int, place: npt.NDArray[np.int64]) -> None:
         """Updates the columns derived from the slots, [m, parts], of `rows` in `tier`."""

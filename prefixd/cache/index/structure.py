@@ -11,7 +11,7 @@ import numpy.typing as npt
 from prefixd.cache.index.children import link, unlink_all
 from prefixd.cache.index.eviction import EvictionColumns
 from prefixd.cache.index.keys.key_index import Ordinals, Rows
-from prefixd.cache.index.trie_table import NO_SLOT, NONE, NOWHERE
+from prefixd.cache.index.trie_table import NO_SLOT, NONE, NOWHERE, add_each
 
 
 class Structure(EvictionColumns):
@@ -96,7 +96,16 @@ class Structure(EvictionColumns):
     def _clear(self, rows: Rows) -> None:
         """Sets the columns to 0 that `insert_all` expects to be 0, in rows that had another block before."""
         columns: tuple[npt.NDArray[Any], ...] = (
-            *(self.children, self.keep, self.pinned, self.any_part, self.available, self.expired),
+            *(
+                self.next_sibling,
+                self.previous_sibling,
+                self.children,
+                self.keep,
+                self.pinned,
+                self.any_part,
+                self.available,
+                self.expired,
+            ),
             *(
                 self.there,
                 self.checksummed,
@@ -111,6 +120,18 @@ class Structure(EvictionColumns):
         coded = (self.coded_bytes, self.decoded, self.errors) if self.has_coded else ()
         for column in (*columns, *coded):
             column[rows] = 0
+
+    def take_many_rows(self, count: int, tier: int) -> Rows:
+        """As `take_rows`, for blocks that `insert_all` and then `put_copies` enter, with copies in `tier`.
+
+        Their columns get huge pages, which take a hundredth of the kernel's time to provide, where every row of such a
+        page is about to be written. The table of keys gets its last size at once.
+        """
+        used = self.rows
+        rows = self.take_rows(count)
+        self._keys.expect(count)
+        self._write_ahead(used, tier)
+        return rows
 
     def insert_all(
         self,
@@ -146,7 +167,7 @@ class Structure(EvictionColumns):
         self.slots[rows] = NO_SLOT
         self.checksums[rows] = 0
         inner = parents >= 0
-        np.add.at(self.children, parents[inner], 1)
+        add_each(self.children, parents[inner], 1)
         link(self, rows, parents)
 
     def all_removable(self, rows: Sequence[int]) -> Rows:

@@ -94,7 +94,7 @@ class TrieTable:
         if (most := int(namespaces.max(initial=-1)) + 1) > len(self._blocks_of):
             more = np.zeros(most + 64 - len(self._blocks_of), np.int64)
             self._blocks_of = np.concatenate([self._blocks_of, more])
-        np.add.at(self._blocks_of, namespaces, change)
+        self._blocks_of[:most] += change * np.bincount(namespaces, minlength=most)
 
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` more blocks."""
@@ -112,6 +112,13 @@ class TrieTable:
         self.rows += len(new)
         return np.concatenate([old, new])
 
+    def _write_ahead(self, first: int, tier: int) -> None:
+        """Prepares columns for rows from `first` on that are all about to be written, with copies in `tier`."""
+        for name in (*_WRITTEN, "checksums"):
+            self._memory.write_ahead(name, first, self.rows)
+        for name in _WRITTEN_BY_TIER:
+            self._memory.write_ahead(name, first, self.rows, tier)
+
     def _grow(self, capacity: int) -> None:
         self._keys.reserve(capacity)
         for name in _COLUMNS:
@@ -119,6 +126,14 @@ class TrieTable:
         for name in _TIER_COLUMNS:
             setattr(self, name, self._memory.grown(name, getattr(self, name), capacity, planes=True))
         self._capacity = capacity
+
+
+def add_each(column: npt.NDArray[Any], rows: npt.NDArray[np.integer[Any]], change: int) -> None:
+    """`column[rows] += change`, for each time that a row occurs in `rows`."""
+    if (rows[1:] > rows[:-1]).all():
+        column[rows] += change
+    else:
+        np.add.at(column, rows, change)
 
 
 def _by_tier(rows: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -155,6 +170,10 @@ _COLUMNS = (
     "decoded",
     "errors",
 )
+_WRITTEN = ("tokens", "parent", "namespace", "depth", "first_child", "last_used")
+"""Columns of some bytes that `insert_all` writes in every new row."""
+_WRITTEN_BY_TIER = ("slots", "entered")
+"""The same of `put_copies`."""
 _TIER_COLUMNS = ("slots", "there", "holds", "tier_children", "entered", "rank")
 _PART_COLUMNS = ("tokens", "slots", "checksums", "checksummed", "coded_bytes", "coded_checksums", "holds")
 """Those whose width is the tokens, parts or groups of a block."""

@@ -64,7 +64,7 @@ def _children(trie: Trie, parent: int) -> Rows:
     found, row = list[int](), int(trie.first_child[parent])
     while row != NO_ROW and len(found) < _MOST_SIBLINGS:
         found.append(row)
-        row = int(trie.next_sibling[row])
+        row = ~int(trie.next_sibling[row])
     return np.array(found, np.int64)
 
 

@@ -10,6 +10,7 @@ would be full of such halves. So encoded parts lie one behind the other. A mixed
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -39,8 +40,29 @@ class MixedPages:
         self._largest.clear()
         self._by_largest.clear()
         self._recent.clear()
-        for page in np.flatnonzero(table.open & (table.length > 0) & (table.slot == IRREGULAR)).tolist():
-            self.add(table, page)
+        pages = np.flatnonzero(table.open & (table.length > 0) & (table.slot == IRREGULAR))
+        if not len(pages):
+            return
+        taken = [table.irregular(page) for page in pages.tolist()]
+        counts = np.fromiter(map(len, taken), np.int64, len(taken))
+        offsets = np.fromiter(chain.from_iterable(taken), np.int64, int(counts.sum()))
+        sizes = np.fromiter(chain.from_iterable(each.values() for each in taken), np.int64, len(offsets))
+        order = np.argsort(offsets)
+        # Of each page, a gap before each slot and one behind the last.
+        at = np.arange(len(offsets)) + np.repeat(np.arange(len(pages)), counts)
+        behind = np.cumsum(counts + 1) - 1
+        starts, ends = np.empty((2, len(offsets) + len(pages)), np.int64)
+        starts[at + 1], ends[at] = (offsets + sizes)[order], offsets[order]
+        starts[behind - counts], ends[behind] = table.address[pages], table.address[pages] + table.length[pages]
+        largest = np.maximum.reduceat(ends - starts, behind - counts)
+        is_hole = ends > starts
+        holes = list(zip(starts[is_hole].tolist(), ends[is_hole].tolist(), strict=True))
+        bounds = [0, *np.cumsum(is_hole)[behind].tolist()]
+        for page, (first, end) in zip(pages.tolist(), pairwise(bounds), strict=True):
+            self._holes[page] = holes[first:end]
+        some = largest > 0
+        self._largest = dict(zip(pages[some].tolist(), largest[some].tolist(), strict=True))
+        self._by_largest = sorted((nbytes, page) for page, nbytes in self._largest.items())
 
     def add(self, table: PageTable, page: int) -> None:
         """List an irregular page."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
 from prefixd_swap.errors import MemoryMisuseError
@@ -22,21 +24,18 @@ def claim_slots(table: PageTable, offsets: Int64s, sizes: Int64s, mixed: Bools) 
     Raises:
         MemoryMisuseError: slots overlap, or reach outside a range; nothing has changed.
     """
-    order = np.argsort(offsets, kind="stable")
-    offsets, sizes, mixed = offsets[order], sizes[order], mixed[order]
-    first, last = table.units_of(offsets), table.units_of(offsets + sizes - 1)
+    if (offsets[1:] < offsets[:-1]).any():
+        order = np.argsort(offsets)
+        offsets, sizes, mixed = offsets[order], sizes[order], mixed[order]
     if (wrong := np.flatnonzero(offsets[1:] < offsets[:-1] + sizes[:-1])).size:
         raise MemoryMisuseError(f"two slots have the bytes at offset {offsets[wrong[0] + 1]}; claim each byte once")
-    at = np.searchsorted(table.starts, offsets, "right")
-    if (outside := np.flatnonzero(at != np.searchsorted(table.starts, offsets + sizes - 1, "right"))).size:
-        raise MemoryMisuseError(f"the slot at offset {offsets[outside[0]]} reaches outside its range")
+    first, last = table.units_between(offsets, sizes)
     head, tail = _pages_around(table, offsets, sizes, mixed, first, last)
-    begins = np.flatnonzero(np.diff(head, prepend=-1))
+    begins, counts = _runs(head)
     page, end = head[begins], np.maximum.reduceat(tail, begins)
-    counts = np.diff(begins, append=len(head))
     size = sizes[begins]
-    inside = offsets - np.repeat(table.address[page], counts)
-    fits = (sizes == np.repeat(size, counts)) & (inside % sizes == 0) & ~mixed
+    index = _index_of(offsets - np.repeat(table.address[page], counts), sizes)
+    fits = (sizes == np.repeat(size, counts)) & (index >= 0) & ~mixed
     regular = np.logical_and.reduceat(fits, begins)
     length = table.end[end] - table.address[page]
     table.slot[page] = np.where(regular, size, IRREGULAR)
@@ -50,14 +49,15 @@ def claim_slots(table: PageTable, offsets: Int64s, sizes: Int64s, mixed: Bools) 
     base = np.cumsum(held) - held
     flags = np.zeros(int(held.sum()), np.uint8)
     mine = np.repeat(regular, counts)
-    flags[(np.repeat(base, counts) + inside // sizes)[mine]] = 1
+    flags[(np.repeat(base, counts) + index)[mine]] = 1
     data = flags.tobytes()
     for where, at, count in zip(page[regular].tolist(), base[regular].tolist(), held[regular].tolist(), strict=True):
         table.taken[where] = bytearray(data[at : at + count])
-    bounds = np.append(begins, len(offsets))
-    for number in np.flatnonzero(~regular).tolist():
-        own = slice(bounds[number], bounds[number + 1])
-        table.taken[page.item(number)] = dict(zip(offsets[own].tolist(), sizes[own].tolist(), strict=True))
+    odd = np.repeat(~regular, counts)
+    one = {nbytes: nbytes for nbytes in np.unique(sizes[odd]).tolist()}  # one object for all slots of a size
+    slots = zip(offsets[odd].tolist(), map(one.__getitem__, sizes[odd].tolist()), strict=True)
+    for where, count in zip(page[~regular].tolist(), counts[~regular].tolist(), strict=True):
+        table.taken[where] = dict(islice(slots, count))
 
 
 def _pages_around(
@@ -69,21 +69,34 @@ def _pages_around(
     share a slot are one page.
     """
     group = table.group[first]
-    begins = np.flatnonzero(np.diff(group, prepend=-1))
-    counts = np.diff(begins, append=len(group))
-    size = np.repeat(sizes[begins], counts)
-    inside = offsets - table.address[group]
-    fits = (sizes == size) & (inside % size == 0) & ~mixed
-    across = table.group[last] != group
+    begins, counts = _runs(group)
+    index = _index_of(offsets - np.repeat(table.address[group[begins]], counts), sizes)
+    fits = (sizes == np.repeat(sizes[begins], counts)) & (index >= 0) & ~mixed
+    beyond = table.group[last]
+    across = beyond != group
     whole = np.logical_and.reduceat(fits & ~across, begins)
     # A slot that reaches into the next group makes that one irregular too.
-    whole &= ~np.isin(group[begins], table.group[last[across]])
-    whole = np.repeat(whole, counts)
+    whole &= ~np.isin(group[begins], beyond[across])
+    ends = np.searchsorted(table.group, group[begins], "right") - 1
+    if whole.all():
+        return group, np.repeat(ends, counts)
     reach = np.maximum.accumulate(last)
     fresh = np.ones(len(first), np.bool_)
     fresh[1:] = first[1:] > reach[:-1]
     head = np.maximum.accumulate(np.where(fresh, first, 0))
-    stops = np.array([table.group_end(unit) - 1 for unit in np.unique(group[whole]).tolist()], np.int64)
-    tail = last.copy()
-    tail[whole] = stops[np.searchsorted(np.unique(group[whole]), group[whole])]
-    return np.where(whole, group, head), tail
+    is_whole = np.repeat(whole, counts)
+    return np.where(is_whole, group, head), np.where(is_whole, np.repeat(ends, counts), last)
+
+
+def _runs(values: Int64s) -> tuple[Int64s, Int64s]:
+    """Where runs of equal values begin, and their lengths; there is at least one value."""
+    begins = np.flatnonzero(np.diff(values, prepend=-1))
+    return begins, np.diff(begins, append=len(values))
+
+
+def _index_of(inside: Int64s, sizes: Int64s) -> Int64s:
+    """Which slot of the page each one is, from its offset in the page; -1 if none of its size begins there."""
+    divisor = sizes[0] if (sizes == sizes[0]).all() else sizes  # division by one number is several times faster
+    index: Int64s = inside // divisor
+    index[index * divisor != inside] = -1
+    return index

@@ -309,6 +309,28 @@ class PageTable:
                 return unit
         raise no_slot(int(offsets[np.argmax(outside)]))
 
+    def units_between(self, offsets: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s]:
+        """The first and the last unit of slots, [n], ascending by offset.
+
+        Raises:
+            MemoryMisuseError: one of them is in no range, or reaches outside its range.
+        """
+        counts = np.diff(np.searchsorted(offsets, self.starts), append=len(offsets))
+        before = len(offsets) - int(counts.sum())  # before the first range
+        spread = [
+            np.repeat(np.array(each, np.int64), counts)
+            for each in zip(*((each.start, each.nbytes, each.first) for each in self.ranges), strict=True)
+        ]
+        if before or not spread:
+            raise no_slot(int(offsets[0]))
+        start, nbytes, first = spread
+        inside = offsets - start
+        if (outside := np.flatnonzero(inside >= nbytes)).size:
+            raise no_slot(int(offsets[outside[0]]))
+        if (outside := np.flatnonzero(inside + sizes > nbytes)).size:
+            raise MemoryMisuseError(f"the slot at offset {offsets[outside[0]]} reaches outside its range")
+        return (inside >> self._shift) + first, (inside + sizes - 1 >> self._shift) + first
+
     def taken_at(self, offset: int) -> tuple[int, int]:
         """The page of the taken slot at `offset`, and the slot's index in it: 0 in an irregular page.
 

@@ -32,6 +32,7 @@ page**: an emptied page serves any size, and eviction of single slots evicts exa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy as shallow_copy
 from typing import Any
 
@@ -92,7 +93,12 @@ class PageAllocator:
 
     def add(self, start: int, nbytes: int, lane: int = 0) -> None:
         """As `PageTable.add`."""
-        self._table.add(start, nbytes, lane)
+        self.add_all([(start, nbytes, lane)])
+
+    def add_all(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """As `add`, for start, bytes and lane of each, ascending: cuts them into pages once."""
+        for start, nbytes, lane in ranges:
+            self._table.add(start, nbytes, lane)
         self._cut_empty(self.page_bytes)
 
     def remove(self, start: int) -> None:
@@ -298,7 +304,8 @@ class PageAllocator:
             return
         if mixed is None:
             mixed = np.zeros(len(sizes), np.bool_)
-        self._sizes = {size for size in np.unique(sizes[~mixed]).tolist() if size <= self.capacity_bytes}
+        kinds = np.unique(sizes if not mixed.any() else sizes[~mixed])
+        self._sizes = {size for size in kinds.tolist() if size <= self.capacity_bytes}
         self._cut(choose_page_bytes(self._sizes, self.capacity_bytes))
         claim_slots(self._table, offsets, sizes, mixed)
         self.used_bytes = int(sizes.sum())

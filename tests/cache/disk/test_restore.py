@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-import time
 from typing import Any
 
 import msgspec
@@ -15,9 +14,8 @@ import pytest
 from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.disk import restore
 from prefixd.cache.index.trie import CPU, DISK
-from prefixd_swap import NewBlock, Records, SlabStore, Span, StorageError, UseHistory, discard, salvage
+from prefixd_swap import NewBlock, SlabStore, Span, StorageError, discard, salvage
 from prefixd_swap.codecs.part_shape import AXES, PartShape
-from prefixd_swap.eviction import Lru
 from prefixd_swap.slab.index.block_record import index_key
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
 
@@ -115,17 +113,6 @@ async def refuses(rig: Rig, reason: str, blocks: int, restored: int) -> None:
     assert found.blocks + sum(found.lost.values()) == aside.blocks
     for each in rig.store.set_aside():
         discard(each)
-
-
-def test_the_order_of_a_prompt_of_any_length_is_found_in_a_moment() -> None:
-    blocks = 100_000
-    keys = np.zeros((blocks, 16), np.uint8)
-    depths = np.arange(blocks)
-    records = Records((), np.zeros(blocks, np.int32), keys, depths - 1, depths, ())
-    begin = time.thread_time()
-    places = restore._Entry(records, [], [], DISK, UseHistory(Lru(), 0))._prompt_order()
-    assert time.thread_time() - begin < 2.0  # one pass over all records a block takes a minute
-    assert (places == np.arange(blocks)).all()
 
 
 @pytest.mark.usefixtures("chunks")

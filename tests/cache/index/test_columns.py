@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from prefixd.cache.index import columns
 from prefixd.cache.index.columns import ColumnMemory, reserve_addresses, zeros
+from prefixd.cache.index.trie_table import add_each
 
 LIMITED = """
 import resource
@@ -174,3 +175,24 @@ def test_zeros_are_zeros(count: int) -> None:
     assert table.dtype == np.int32
     assert not table.any()
     table[-1] = 1
+
+
+@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize("reserve", [reserve_addresses, nothing])
+def test_writing_ahead_changes_no_row(planes: bool, reserve: columns.Reserve) -> None:
+    memory = ColumnMemory(reserve)
+    rows, first = 2_000_000, 700_001
+    column = memory.grown("a", np.zeros((0, 2), np.int32), rows, planes=planes)
+    column[first - 1] = 5
+    for plane in (0, 1) if planes else (None,):
+        memory.write_ahead("a", first, rows, plane)
+    memory.write_ahead("unknown", 0, rows)
+    assert (column[first - 1] == 5).all() and not column[first:].any() and not column[: first - 1].any()
+
+
+@given(st.lists(st.integers(0, 9)), st.booleans())
+def test_each_row_is_counted_as_often_as_it_occurs(rows: list[int], ascending: bool) -> None:
+    rows = sorted(set(rows)) if ascending else rows
+    column = np.zeros(10, np.int32)
+    add_each(column, np.array(rows, np.int64), 2)
+    assert column.tolist() == [2 * rows.count(row) for row in range(10)]

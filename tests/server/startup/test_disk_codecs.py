@@ -92,7 +92,7 @@ async def test_an_index_that_was_replaced_knows_the_codecs(tmp_path: Path) -> No
     with pytest.MonkeyPatch.context() as known:
         known.setattr("prefixd_swap.slab.opening.NAMES", {9: "nine"})
         known.setattr("prefixd_swap.slab.opening.find_codec", lambda number: number)
-        known.setattr("prefixd_swap.slab.index.index.damaged_page", lambda *_: 7)
+        known.setattr("prefixd_swap.slab.index.index.check_pages", lambda *_: "page 7 of data.mdb is damaged")
         store = SlabStore.open(tmp_path / "blocks", 1 << 20)
         assert store.recovery.kept == 1
         store.close()

@@ -299,7 +299,7 @@ def test_what_cannot_be_claimed() -> None:
     for offsets, sizes, message in [
         ([0, 4096], [8192, 4096], "two slots have the bytes at offset 4096"),
         ([MIB], [4096], "no slot begins"),
-        ([MIB - 4096], [8192], "no slot begins"),
+        ([MIB - 4096], [8192], "reaches outside its range"),
     ]:
         with pytest.raises(MemoryMisuseError, match=message):
             pages.claim(np.array(offsets, np.int64), np.array(sizes, np.int64))

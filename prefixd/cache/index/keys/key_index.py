@@ -104,6 +104,10 @@ class KeyIndex:
             self._keys = self._memory.grown("keys", self._keys, rows)
             self._make_view()
 
+    def expect(self, keys: int) -> None:
+        """Makes the table large enough for `keys` more keys, so that it does not grow with them."""
+        self._make_room(keys)
+
     def key(self, row: int) -> bytes:
         """The key of a row that has one."""
         return bytes(self._view[KEY_BYTES * row : KEY_BYTES * (row + 1)])

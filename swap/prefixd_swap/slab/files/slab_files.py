@@ -376,7 +376,7 @@ class SlabFiles:
             self._full_at[folder] = left
             raise
         self._full_at.pop(folder, None)
-        self._add(slab)
+        self._add([slab])
         return True
 
     def _new_slab_bytes(self, slot: int) -> int:
@@ -436,14 +436,16 @@ class SlabFiles:
         for slab in deleted:
             log.warning("deleting %s: the capacity is %d bytes now", slab.path, self.capacity_bytes)
             slab.unlink()
-        for slab in found:
-            if slab not in deleted:
-                self._add(slab)
+        self._add(slab for slab in found if slab not in deleted)
 
-    def _add(self, slab: SlabFile) -> None:
-        self._slabs[slab.number] = slab
-        self.allocated_bytes += slab.nbytes
-        self._pages.add(_address(slab), slab.nbytes, self._folder_of(slab))
+    def _add(self, slabs: Iterable[SlabFile]) -> None:
+        """Use slabs, which ascend by number."""
+        ranges = []
+        for slab in slabs:
+            self._slabs[slab.number] = slab
+            self.allocated_bytes += slab.nbytes
+            ranges.append((_address(slab), slab.nbytes, self._folder_of(slab)))
+        self._pages.add_all(ranges)
 
     def _delete(self, slab: SlabFile) -> None:
         slab.unlink()

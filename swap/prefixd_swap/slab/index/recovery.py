@@ -63,8 +63,7 @@ class Recovery:
 
 def slabs_named(table: IndexTable) -> set[int]:
     """Numbers of the slabs that records name."""
-    _, slots, _, _ = _named(table, table.readable)
-    return set(np.unique(slots >> INDEX_BITS).tolist())
+    return set(np.unique(table.slots() >> INDEX_BITS).tolist())
 
 
 def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tuple[Recovery, Records, list[bytes]]:
@@ -73,27 +72,25 @@ def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tupl
     A record none of whose parts is on disk (a node) is kept for the blocks that continue it.
     """
     parent = table.link()
-    sound = table.readable & _have_slots(table, slabs)
-    if len(clashing := _overlapping(table, sound)):
-        sound[clashing] = False
+    named = _NamedSlots.of(table)
+    sound = named.sound_rows(table, slabs)
     closed = prefix_closed(table.depth, parent, sound)
-    lost_parents = int(np.count_nonzero(table.readable & ~closed & _parent_is_lost(parent, closed)))
     kept = _with_bytes(table, parent, closed)
+    lost_parents = int(np.count_nonzero(table.readable & ~closed & _parent_is_lost(parent, closed)))
     empty_nodes = int(np.count_nonzero(closed & ~kept))
     dropped = table.index_keys(~kept) + table.unreadable
+    slabs.claim(*named.claimed(kept))
+    del named
     records = table.records(kept, parent)
-    slabs.claim(*_slots(table, kept))
     lost_slots = len(dropped) - lost_parents - empty_nodes
     return Recovery(len(records), lost_slots, lost_parents, empty_nodes, index_damage), records, dropped
 
 
 def reconcile(table: IndexTable, slabs: SlabFiles, known: Int64s) -> tuple[ClaimedSlots, list[bytes]]:
     """The slots of valid blocks with only `known` slots; and the index keys of all other blocks."""
-    wanted = _have_slots(table, slabs)
-    for group in table.groups:
-        wanted[group.rows] &= np.isin(group.slots[:, group.on_disk], known).all(axis=1)
-    wanted[_overlapping(table, wanted)] = False
-    return _slots(table, wanted), table.index_keys(~wanted) + table.unreadable
+    named = _NamedSlots.of(table)
+    wanted = named.sound_rows(table, slabs, np.isin(named.slots, known))
+    return named.claimed(wanted), table.index_keys(~wanted) + table.unreadable
 
 
 def prefix_closed(depth: Int64s, parent: Int64s, sound: Bools) -> Bools:
@@ -129,59 +126,75 @@ def _with_bytes(table: IndexTable, parent: Int64s, kept: Bools) -> Bools:
     return useful
 
 
-def _have_slots(table: IndexTable, slabs: SlabFiles) -> Bools:
-    sound = np.zeros(table.rows, np.bool_)
-    for group in table.groups:
-        there = np.ones(len(group.rows), np.bool_)
-        for part in group.on_disk:
-            there &= slabs.exist(group.slots[:, part], group.slot_bytes(part))
-        sound[group.rows] = there
-    return sound
+@dataclass(frozen=True, slots=True)
+class _NamedSlots:
+    """The slots of all parts on disk, ascending: n of them."""
 
+    rows: Int64s
+    """[n]: which rows of the table name them."""
+    slots: Int64s
+    sizes: Int64s
+    """[n]: bytes; may be impossible ones."""
+    mixed: Bools
 
-def _slots(table: IndexTable, chosen: Bools) -> ClaimedSlots:
-    """The slots of the rows in the mask `chosen`."""
-    return _named(table, chosen)[1:]
+    @classmethod
+    def of(cls, table: IndexTable) -> _NamedSlots:
+        rows, slots, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        mixed = [np.zeros(0, np.bool_)]
+        for group in table.groups:
+            for part in group.on_disk:
+                rows.append(group.rows)
+                slots.append(group.slots[:, part])
+                sizes.append(group.slot_bytes(part))
+                mixed.append(np.full(len(group.rows), group.part_bytes[part] == OF_ANY_SIZE))
+        order = np.argsort(named := np.concatenate(slots))
+        return cls(
+            np.concatenate(rows)[order], named[order], np.concatenate(sizes)[order], np.concatenate(mixed)[order]
+        )
 
+    def sound_rows(self, table: IndexTable, slabs: SlabFiles, wanted: Bools | None = None) -> Bools:
+        """The readable rows of the table whose slots exist, are `wanted` [n] and overlap no other such row's."""
+        good = slabs.exist(self.slots, self.sizes)
+        if wanted is not None:
+            good &= wanted
+        sound = table.readable.copy()
+        sound[self.rows[~good]] = False
+        if len(clashing := self._overlapping(table, sound)):
+            sound[clashing] = False
+        return sound
 
-def _named(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s, Int64s, Bools]:
-    """Of every part on disk of the rows in the mask `chosen`: the row, and as `ClaimedSlots`."""
-    rows, slots, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    mixed = [np.zeros(0, np.bool_)]
-    for group in table.groups:
-        mine = chosen[group.rows]
-        for part in group.on_disk:
-            rows.append(group.rows[mine])
-            slots.append(group.slots[mine, part])
-            sizes.append(group.slot_bytes(part, mine))  # sizes of rows that are not chosen may be invalid
-            mixed.append(np.full(len(rows[-1]), group.part_bytes[part] == OF_ANY_SIZE))
-    return np.concatenate(rows), np.concatenate(slots), np.concatenate(sizes), np.concatenate(mixed)
+    def claimed(self, chosen: Bools) -> ClaimedSlots:
+        """The slots of the rows in the mask `chosen`."""
+        if (mine := chosen[self.rows]).all():
+            return self.slots, self.sizes, self.mixed
+        return self.slots[mine], self.sizes[mine], self.mixed[mine]
 
-
-def _overlapping(table: IndexTable, sound: Bools) -> Int64s:
-    """Rows that overlap a row of less depth, or an earlier row of the same depth."""
-    rows, slots, sizes, _ = _named(table, sound)
-    order = np.argsort(slots, kind="stable")
-    rows, slots, ends = rows[order], slots[order], (slots + sizes // PAGE_BYTES)[order]
-    apart = np.ones(len(rows), np.bool_)
-    apart[1:] = slots[1:] >= np.maximum.accumulate(ends)[:-1]
-    if apart.all():
-        return np.zeros(0, np.int64)
-    cluster = np.cumsum(apart)
-    shared = np.flatnonzero(np.bincount(cluster)[cluster] > 1)
-    named: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for row, start, end in zip(rows[shared].tolist(), slots[shared].tolist(), ends[shared].tolist(), strict=True):
-        named[row].append((start, end))
-    believed: list[tuple[int, int]] = []
-    lost: list[int] = []
-    for row in sorted(named, key=lambda row: (table.depth.item(row), row)):
-        mine = sorted(named[row])
-        if any(end > start for (_, end), (start, _) in pairwise(mine)) or any(_meets(believed, one) for one in mine):
-            lost.append(row)
-            continue
-        for one in mine:
-            insort(believed, one)
-    return np.array(lost, np.int64)
+    def _overlapping(self, table: IndexTable, sound: Bools) -> Int64s:
+        """Rows in `sound` that overlap a row of less depth, or an earlier row of the same depth."""
+        mine = sound[self.rows]
+        rows, slots, sizes = self.rows[mine], self.slots[mine], self.sizes[mine]
+        ends = slots + sizes // PAGE_BYTES
+        apart = np.ones(len(rows), np.bool_)
+        apart[1:] = slots[1:] >= np.maximum.accumulate(ends)[:-1]
+        if apart.all():
+            return np.zeros(0, np.int64)
+        cluster = np.cumsum(apart)
+        shared = np.flatnonzero(np.bincount(cluster)[cluster] > 1)
+        named: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, start, end in zip(rows[shared].tolist(), slots[shared].tolist(), ends[shared].tolist(), strict=True):
+            named[row].append((start, end))
+        believed: list[tuple[int, int]] = []
+        lost: list[int] = []
+        for row in sorted(named, key=lambda row: (table.depth.item(row), row)):
+            mine_of = sorted(named[row])
+            if any(end > start for (_, end), (start, _) in pairwise(mine_of)) or any(
+                _meets(believed, one) for one in mine_of
+            ):
+                lost.append(row)
+                continue
+            for one in mine_of:
+                insort(believed, one)
+        return np.array(lost, np.int64)
 
 
 def _meets(ranges: list[tuple[int, int]], one: tuple[int, int]) -> bool:

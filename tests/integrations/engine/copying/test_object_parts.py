@@ -140,6 +140,16 @@ def test_a_block_that_is_refused_and_those_behind_it_are_not_saved(
     assert rank.saved(prefix, range(1, 13), range(1, 7))["saved_blocks"] == 3 - block
 
 
+def test_later_blocks_of_a_request_are_not_saved_behind_a_refused_one(coded: Any) -> None:
+    cache, rank = coded()
+    cache.groups[0][2, 6] = float("inf")
+    prefix = rank.prefix("a later job", 64)
+    assert rank.saved(rank.prefix("a later job", 32), range(1, 9))["refused_blocks"] == 1
+    assert rank.saved(prefix, range(9, 17), first=2) == {"dropped_blocks": 2}
+    rank.load("r", prefix, range(16, 32))
+    assert failed(rank) == 3
+
+
 def test_a_block_that_another_rank_refuses_is_no_hit(coded: Any) -> None:
     (_, first), (broken, second) = coded(rank=0, ranks=2), coded(rank=1, ranks=2)
     broken.groups[0][0, 7] = float("nan")

@@ -195,9 +195,9 @@ class DiskSettings(Section):
     Blocks that a lossy codec has altered are dropped at the start where "exact" or "lossless" counts for them now."""
     codec_error: CodecError | None = None
     """The largest error of a lossy codec: the root mean square of the differences in a layer's keys, relative to that
-    of the keys, and likewise of its values; for example 0.01. A block with a larger one is stored as it is. By default
-    0.03 for "int8", which has 0.007 with usual numbers, and 0.2 for "k8v4", which has 0.1: a bound below that leaves
-    all of its blocks as they are."""
+    of the keys, and likewise of its values; for example 0.01. A block with a larger one is stored without loss. By
+    default 0.03 for "int8", which has 0.007 with usual numbers, and 0.2 for "k8v4", which has 0.1: with a bound below
+    that all of its blocks are stored without loss."""
 
     @check_together(mode="after")
     def _check_endurance(self) -> Self:

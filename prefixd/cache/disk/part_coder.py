@@ -23,7 +23,7 @@ from prefixd.cache.rules import GroupMask
 from prefixd_swap import OutOfMemoryError, Span, host_bytes, started_threads
 from prefixd_swap.codecs.codec import Refused, UInt8s
 from prefixd_swap.codecs.coded_part import CodedPart
-from prefixd_swap.codecs.coding import Coded, Coding, code
+from prefixd_swap.codecs.coding import Coding, code_or_lossless
 from prefixd_swap.codecs.registry import CODECS
 from prefixd_swap.errors import EncodingError
 from prefixd_swap.sealing.rest_keys import RestKey
@@ -89,7 +89,7 @@ class PartCoder:
         self._namespaces = namespaces
         self._threads: ThreadPoolExecutor | None = None
         self.refused: Counter[str] = Counter()
-        """Parts that stayed as they are though a codec was chosen, by reason."""
+        """Parts that the chosen codec has not coded, by reason."""
         self.taken_bytes = 0
         """Bytes of parts that the threads have taken since the start, as they are in memory."""
         self.busy_s = 0.0
@@ -214,7 +214,7 @@ class PartCoder:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What was made of a part, None: it is stored as it is; and why it was not coded."""
+    """What was made of a part, None: it is stored as it is; and why the chosen codec has not coded it."""
 
     job: _Job
     made: PartCode | None
@@ -253,20 +253,20 @@ def _code(job: _Job) -> _Outcome:
     if job.known is not None and job.known != checksum:
         made = None if job.key is None else _encrypt(job, job.key, data, job.known)
         return _Outcome(job, made, "altered_in_memory")
-    coded = None if job.coding is None else code(data, job.coding)
-    refused = coded.value if isinstance(coded, Refused) else ""
-    if isinstance(coded, Coded) and round_to_slot(coded.data.nbytes) >= round_to_slot(data.nbytes):
-        refused = Refused.NOT_FEWER.value  # in whole pages: then the exact bytes are the better ones
-    if not isinstance(coded, Coded) or refused:
+    coded, why = (None, None) if job.coding is None else code_or_lossless(data, job.coding)
+    if coded is not None and round_to_slot(coded.data.nbytes) >= round_to_slot(data.nbytes):
+        coded, why = None, why or Refused.NOT_FEWER  # in whole pages: then the exact bytes are the better ones
+    refused = "" if why is None else why.value
+    if coded is None:
         return _Outcome(job, None if job.key is None else _encrypt(job, job.key, data, checksum), refused)
     errors = None
     if coded.errors is not None:
         errors = float(coded.errors.largest.max()), float(coded.errors.rms.max())
     codec = CODECS[coded.codec]
     if job.key is not None:
-        return _Outcome(job, _encrypt(job, job.key, coded.data, checksum, codec=codec, errors=errors))
+        return _Outcome(job, _encrypt(job, job.key, coded.data, checksum, codec=codec, errors=errors), refused)
     stored = CodedPart(coded.data, xxhash.xxh3_64_intdigest(coded.data.data), codec=codec)
-    return _Outcome(job, PartCode(stored, checksum, errors))
+    return _Outcome(job, PartCode(stored, checksum, errors), refused)
 
 
 def _encrypt(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from prefixd.base.clocks import elapsed_s
-from prefixd.base.codec_names import CODEC_NAMES
+from prefixd.base.codec_names import CODEC_NAMES, LOSSY
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.long_work.steps import in_thread
 from prefixd.settings import Settings
@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 def codecs_in_use(settings: Settings, store: SlabStore | None) -> list[str]:
     """The codecs that the settings name for tiers and tenants, and those of blocks on disk, but for `exact`.
 
-    A codec that only a client names is compiled at its first block.
+    With a lossy one `lossless` too, which codes what that refuses. A codec that only a client names is compiled at its
+    first block.
 
     Raises:
         StorageError: the index cannot be read.
@@ -30,7 +31,8 @@ def codecs_in_use(settings: Settings, store: SlabStore | None) -> list[str]:
     if settings.remote.url is not None:
         wanted.add(settings.remote.codec)
     on_disk = set[str]() if store is None else {NAMES[number] for number in store.used_codecs() if number in NAMES}
-    return [name for name in CODEC_NAMES if name != "exact" and name in wanted | on_disk]
+    used = wanted | on_disk
+    return [name for name in CODEC_NAMES if name in used - {"exact"} or (name == "lossless" and used & LOSSY)]
 
 
 async def warm_up_codecs(settings: Settings, store: SlabStore | None) -> None:

@@ -30,7 +30,7 @@ class LayerErrors:
 
 
 class Refused(Enum):
-    """Why a part stays as it is. The values are names in counters."""
+    """Why a codec does not code a part. The values are names in counters."""
 
     NOT_TAKEN = "not_taken"
     """The codec does not encode such parts: a lossy one knows no shape of it, or the shape has other bytes."""

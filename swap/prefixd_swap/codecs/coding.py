@@ -7,6 +7,7 @@ checksum, and therefore these errors.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from prefixd_swap.codecs.codec import Codec, LayerErrors, Refused, UInt8s
 from prefixd_swap.codecs.object_header import Header, header_nbytes, read_header
 from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.codecs.registry import find_codec
-from prefixd_swap.errors import EncodingError
+from prefixd_swap.errors import EncodingError, UnavailableCodecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,21 @@ def code(data: UInt8s, coding: Coding) -> Coded | Refused:
     stored[: len(header)] = np.frombuffer(header, np.uint8)
     stored[len(header) :] = encoded
     return Coded(stored, checksum, errors, codec.name)
+
+
+def code_or_lossless(data: UInt8s, coding: Coding) -> tuple[Coded | None, Refused | None]:
+    """As `code`, but a part that a lossy codec refuses for its numbers is coded without loss.
+
+    Returns the object, None where the part stays as it is; and why the chosen codec has refused it.
+    """
+    made = code(data, coding)
+    if isinstance(made, Coded):
+        return made, None
+    exact = None
+    if made in (Refused.ABOVE_BOUND, Refused.NOT_FINITE):
+        with suppress(UnavailableCodecError):
+            exact = code(data, Coding(find_codec("lossless"), coding.shape))
+    return exact if isinstance(exact, Coded) else None, made
 
 
 def decode_object(stored: UInt8s, into: UInt8s) -> Decoded:

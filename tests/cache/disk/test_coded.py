@@ -20,6 +20,7 @@ from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
 from prefixd_swap import OutOfMemoryError
 from prefixd_swap.codecs.lossless import LosslessCodec
 from prefixd_swap.errors import EncodingError
+from prefixd_swap.sealing.rest_keys import RestKey, RestKeys
 from tests.cache.disk.coded_rig import SHAPE, CodedRig
 from tests.waiting import WAIT_S
 
@@ -117,11 +118,15 @@ async def test_without_a_shape_nothing_is_altered(make: MakeCoded) -> None:
     assert await rig.get(PROMPT) == 3 and not rig.served_altered and not rig.trie.errors[rows].any()
 
 
-async def test_above_the_bound_a_block_stays_exact(make: MakeCoded) -> None:
-    rig = make("int8", most_error=1e-6)
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_above_the_bound_a_block_is_stored_without_loss(make: MakeCoded, encrypted: bool) -> None:
+    keys = {"keys": RestKeys((RestKey.derive(b"1" * 16),))} if encrypted else {}
+    rig = make("int8", most_error=1e-6, **keys)
     rows = await rig.to_disk_alone(PROMPT)
-    assert rig.stored(rows) == 3 * SHAPE.nbytes
-    assert rig.cache.mover.coder.refused.total() == 3
+    assert rig.stored(rows) < 0.9 * 3 * SHAPE.nbytes and not rig.trie.errors[rows].any()
+    assert rig.cache.mover.coder.refused == {"above_bound": 3}
+    assert await rig.get(PROMPT) == 3 and not rig.served_altered
+    await rig.restart()
     assert await rig.get(PROMPT) == 3 and not rig.served_altered
 
 
@@ -162,6 +167,15 @@ async def test_a_flipped_byte_costs_its_block(make: MakeCoded, codec: str) -> No
     rig.damage(rows[2])
     assert await rig.get(PROMPT) == 2
     assert rig.cache.mover.lost == {"checksum mismatch on disk": 1}
+
+
+@pytest.mark.parametrize(("share", "written"), [(0.9, 1), (0.4, 0)])
+async def test_a_tenant_may_have_less_than_an_exact_block(make: MakeCoded, share: float, written: int) -> None:
+    rig = make("int8")
+    rig.cache.tenants.default.quota = Quota(tiers=(TierQuota(), TierQuota(), TierQuota(0, int(share * SHAPE.nbytes))))
+    await rig.put(PROMPT)
+    assert await rig.cache.write_back.flush() == written
+    assert rig.durable.used_bytes <= share * SHAPE.nbytes
 
 
 async def test_quotas_count_what_is_stored(make: MakeCoded) -> None:

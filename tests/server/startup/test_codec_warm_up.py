@@ -26,7 +26,7 @@ def settings(tmp_path: Path, **values: Any) -> Settings:
 
 def test_those_of_tiers_and_tenants_are_in_use(tmp_path: Path) -> None:
     assert codecs_in_use(settings(tmp_path), None) == []
-    assert codecs_in_use(settings(tmp_path, **{"disk.codec": "int8"}), None) == ["int8"]
+    assert codecs_in_use(settings(tmp_path, **{"disk.codec": "int8"}), None) == ["lossless", "int8"]
     assert codecs_in_use(settings(tmp_path, **{"disk.codec": "int8", "disk.bytes": 0}), None) == []
     values = {"disk.codec": "lossless", "tenants.acme.codec": "k8v4", "tenants.other.codec": "exact"}
     assert codecs_in_use(settings(tmp_path, **values), None) == ["lossless", "k8v4"]
@@ -35,7 +35,7 @@ def test_those_of_tiers_and_tenants_are_in_use(tmp_path: Path) -> None:
 def test_those_of_blocks_on_disk_are_in_use(tmp_path: Path) -> None:
     write_coded(tmp_path / "blocks", CODECS["int8"])
     store = SlabStore.open(tmp_path / "blocks", 1 << 20)
-    assert codecs_in_use(settings(tmp_path), store) == ["int8"]
+    assert codecs_in_use(settings(tmp_path), store) == ["lossless", "int8"]
     store.close()
 
 
@@ -59,7 +59,7 @@ async def test_without_a_package_the_daemon_goes_on(
 
     monkeypatch.setattr(WarmUp, "run", fail)
     await warm_up_codecs(settings(tmp_path, **{"disk.codec": "int8"}), None)
-    assert "when their first block comes, which then waits: no package for ['int8']" in caplog.text
+    assert "when their first block comes, which then waits: no package for ['lossless', 'int8']" in caplog.text
 
 
 async def test_the_end_of_the_daemon_does_not_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd_swap.codecs.codec import LayerErrors, Refused, UInt8s
-from prefixd_swap.codecs.coding import Coded, Coding, code, decode_object
+from prefixd_swap.codecs.coding import Coded, Coding, code, code_or_lossless, decode_object
 from prefixd_swap.codecs.object_header import header_nbytes, read_header
 from prefixd_swap.codecs.part_shape import PartShape
 from prefixd_swap.codecs.quantized import LEAST_CHANNELS
@@ -115,6 +115,19 @@ def test_a_part_with_a_number_that_is_not_finite_stays(name: str, dtype: str, nu
     into = np.empty(data.size, np.uint8)
     decode_object(coded("lossless", data, shape).data, into)
     assert np.array_equal(into, data)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_a_lossy_codec_refuses_for_its_numbers_is_coded_without_loss(name: str) -> None:
+    made, refused = code_or_lossless(PART, Coding(find_codec(name), SHAPE, 1e-6))
+    assert made is not None and made.codec == "lossless" and refused is Refused.ABOVE_BOUND
+    numbers = parts.to_numbers(PART, SHAPE).copy()
+    numbers[0, 0, 0] = np.inf
+    made, refused = code_or_lossless(parts.to_bytes(numbers, SHAPE), Coding(find_codec(name), SHAPE))
+    assert made is not None and made.codec == "lossless" and refused is Refused.NOT_FINITE
+    made, refused = code_or_lossless(PART, Coding(find_codec(name), SHAPE))
+    assert made is not None and made.codec == name and refused is None
+    assert code_or_lossless(PART, Coding(find_codec(name))) == (None, Refused.NOT_TAKEN)
 
 
 def decodes_or_refuses(stored: UInt8s, nbytes: int = PART.size) -> UInt8s | None:

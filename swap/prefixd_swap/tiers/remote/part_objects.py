@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from prefixd_swap.codecs.codec import Refused, UInt8s
-from prefixd_swap.codecs.coding import Coding, code, decode_object
+from prefixd_swap.codecs.codec import UInt8s
+from prefixd_swap.codecs.coding import Coding, code_or_lossless, decode_object
 from prefixd_swap.codecs.object_header import read_header
 from prefixd_swap.codecs.registry import find_codec
 from prefixd_swap.errors import (
@@ -36,7 +36,7 @@ class PartObject:
     Attributes:
         write: its name and bytes.
         nbytes: bytes of its payload.
-        refused: why the part is not coded though a codec was chosen; empty: it is, or none was.
+        refused: why the chosen codec has not coded the part; empty: it has, or none was chosen.
     """
 
     write: Write
@@ -45,17 +45,17 @@ class PartObject:
 
 
 def make_object(seal: Seal, block: BlockIdentity, part: RemotePart) -> PartObject:
-    """The object of a part. A part that the codec refuses is stored as it is, and so is one whose bytes are not those
-    of its checksum: that is found when it is read."""
+    """The object of a part. A part that a lossy codec refuses for its numbers is coded without loss. What no codec
+    takes is stored as it is, and so is a part whose bytes are not those of its checksum: that is found when it is read.
+    """
     payload, label = host_bytes(part.span, part.span.nbytes), coding_label(part.coding)
     name, checksum, refused = part_object_name(block.digest, part.number, part.coding), part.checksum, ""
     if part.coding is not None:
         data = np.frombuffer(payload, np.uint8)
-        made = _code(data, part.coding, checksum)
-        if isinstance(made, np.ndarray):
+        made, refused = _code(data, part.coding, checksum)
+        if made is not None:
             head, stored = seal.close(block, part.number, made.data, None, label=label, coded=True)
-            return PartObject(Write(name, (memoryview(head), stored)), stored.nbytes)
-        refused = made
+            return PartObject(Write(name, (memoryview(head), stored)), stored.nbytes, refused)
     head, stored = seal.close(block, part.number, payload, checksum, label=label)
     return PartObject(Write(name, (memoryview(head), stored)), stored.nbytes, refused)
 
@@ -101,16 +101,16 @@ def _expected(head: memoryview, nbytes: int, coding: Coding | None) -> int:
     return nbytes if stated is None else stated
 
 
-def _code(data: UInt8s, coding: Coding, checksum: int | None) -> UInt8s | str:
-    """The coded part, or why it is stored as it is."""
+def _code(data: UInt8s, coding: Coding, checksum: int | None) -> tuple[UInt8s | None, str]:
+    """The coded part, None: it is stored as it is; and why the chosen codec has not coded it."""
     if checksum is not None and checksum != xxhash.xxh3_64_intdigest(data.data):
-        return "altered_in_memory"
+        return None, "altered_in_memory"
     try:
-        made = code(data, coding)
+        made, refused = code_or_lossless(data, coding)
     except EncodingError as error:
         log.error("a block is shared as it is; this is a defect of the codec, report it: %s", error)
-        return "encoding_failed"
-    return made.value if isinstance(made, Refused) else made.data
+        return None, "encoding_failed"
+    return None if made is None else made.data, "" if refused is None else refused.value
 
 
 def _decode(payload: memoryview, memory: memoryview, coding: Coding) -> PartRead:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
 
@@ -17,7 +16,9 @@ from prefixd_swap.slab.changes import StoreChanges
 from prefixd_swap.slab.files.slab_file import SlabFile
 from prefixd_swap.slab.group_commit import Commit
 from prefixd_swap.slab.index.block_record import record_slots
-from prefixd_swap.slab.index.index import SlabIndex
+from prefixd_swap.slab.index.lmdb_file import Pread, newest_meta
+from prefixd_swap.slab.index.packed_rows import RowCollector
+from prefixd_swap.slab.index.page_check import check_pages
 
 FLUSH = StoreChanges._flush
 
@@ -91,11 +92,13 @@ def test_slots_that_are_reused_early_are_found_out(tmp_path: Path, monkeypatch: 
 def test_an_index_that_is_thrown_away_though_it_is_whole_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """LMDB's file may end before its last page: to take that for damage loses everything."""
 
-    def every_page_counts(self: SlabIndex, expected: int) -> None:
-        if (found := (self._path / "data.mdb").stat().st_size) < expected:
-            raise lmdb.CorruptedError(f"data.mdb has {found} bytes of {expected}")
+    def every_page_counts(fd: int, pread: Pread, nbytes: int, rows: RowCollector | None = None) -> str:
+        meta = newest_meta(fd, pread)
+        if meta is not None and nbytes < (expected := (meta.last_page + 1) * meta.page_bytes):
+            return f"data.mdb has {nbytes} bytes of {expected}"
+        return check_pages(fd, pread, nbytes, rows)
 
-    monkeypatch.setattr(SlabIndex, "_check_length", every_page_counts)
+    monkeypatch.setattr("prefixd_swap.slab.index.index.check_pages", every_page_counts)
     _, findings = power_loss.run_cases(range(540, 560), shrink_first=0)
     assert findings and "missing" in findings[0].problem
 

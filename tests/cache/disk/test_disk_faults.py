@@ -176,7 +176,7 @@ async def test_a_full_file_system_is_reported_and_the_rest_goes_on(make_rig: Mak
         assert await rig.get([prompt, 7]) == 2
     rig.ops.fail = None
     assert rig.store is not None
-    rig.store._slabs._full_at.clear()  # as if somebody had freed space
+    rig.store._slabs._space.freed()  # as if somebody had freed space
     await rig.put([1, 2], durable=True)
     assert not rig.cache.tiers.troubles.what("disk tier")
     await rig.restart()

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from prefixd_swap.errors import DiskFullError, IntegrityError, LostBytesError, ShrinkError, StorageError
 from prefixd_swap.pages.page_eviction import Allow, Victims, Worths, choose_victims
 from prefixd_swap.pages.pages import PageAllocator
-from prefixd_swap.slab.files.file_ops import FileOps, storage_error
+from prefixd_swap.slab.files.file_ops import FileOps
+from prefixd_swap.slab.files.free_space import FreeSpace
 from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.slab.files.slab_file import INDEX_BITS, MAX_NUMBER, SlabFile, UnreadableSlabError
 from prefixd_swap.slab.files.striping import Striping
@@ -80,7 +81,7 @@ class SlabFiles:
         self._pages = PageAllocator(capacity_bytes)
         self._next_number = 1
         self._striping = Striping(len(folders))
-        self._full_at: dict[int, int] = {}  # by folder: bytes its file system had left when it last refused a slab
+        self._space = FreeSpace(folders, ops)
         found: list[SlabFile] = []
         for path in sorted((path for folder in folders for path in folder.iterdir()), key=lambda path: path.name):
             try:
@@ -358,7 +359,7 @@ class SlabFiles:
         wanted = min(wanted, self._unassigned() // PAGE_BYTES * PAGE_BYTES)
         if wanted < slot or not wanted:
             return False
-        left = self._left_on_disk(folder)
+        left = self._space.left(folder)
         nbytes = min(wanted, (left - INDEX_RESERVE_BYTES) // PAGE_BYTES * PAGE_BYTES)
         try:
             if nbytes < min(wanted, _LEAST_SLOTS * slot):
@@ -373,9 +374,9 @@ class SlabFiles:
             number, self._next_number = self._next_number, self._next_number + 1
             slab = SlabFile.create(self._folders[folder], number, nbytes // PAGE_BYTES, self._ops, self.io)
         except DiskFullError:
-            self._full_at[folder] = left
+            self._space.refused(folder, left)
             raise
-        self._full_at.pop(folder, None)
+        self._space.granted(folder)
         self._add([slab])
         return True
 
@@ -396,14 +397,7 @@ class SlabFiles:
         return all(map(self._is_full, range(len(self._folders))))
 
     def _is_full(self, folder: int) -> bool:
-        full_at = self._full_at.get(folder)
-        return full_at is not None and self._left_on_disk(folder) < full_at + min(self._slab_bytes, self._unassigned())
-
-    def _left_on_disk(self, folder: int) -> int:
-        try:
-            return self._ops.free_bytes(self._folders[folder])
-        except OSError as error:
-            raise storage_error(f"asking for the free space of {self._folders[folder]}", error) from error
+        return self._space.is_full(folder, min(self._slab_bytes, self._unassigned()))
 
     def _unassigned(self) -> int:
         return self.capacity_bytes - self.allocated_bytes
@@ -452,7 +446,7 @@ class SlabFiles:
         self._pages.remove(_address(slab))
         del self._slabs[slab.number]
         self.allocated_bytes -= slab.nbytes
-        self._full_at.clear()
+        self._space.freed()
 
     def _folder_of(self, slab: SlabFile) -> int:
         return self._folders.index(slab.path.parent)

@@ -30,7 +30,6 @@ from prefixd_swap.errors import (
     ShrinkError,
     StorageError,
     SwapError,
-    TornObjectError,
     TransferDroppedError,
     UnknownPolicyError,
 )
@@ -99,7 +98,6 @@ __all__ = [
     "StorageError",
     "StreamMark",
     "SwapError",
-    "TornObjectError",
     "TransferDroppedError",
     "UnknownPolicyError",
     "UseHistory",

@@ -79,10 +79,6 @@ class LostBytesError(StorageError):
     """The file that had the bytes is gone or too short; retrying the read does not help."""
 
 
-class TornObjectError(LostBytesError):
-    """An object of a shared store has another length than it says, or than it must have."""
-
-
 class RecordDamagedError(StorageError):
     """The index's record of a block is damaged; other blocks' records may be good."""
 

@@ -19,13 +19,13 @@ from prefixd.cache.remote.digests import Digests
 from prefixd.cache.remote.health import RemoteHealth
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Slots
-from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError, TornObjectError
+from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError
 from prefixd_swap.stores import BlockIdentity
 from prefixd_swap.tiers import MemoryTier, PartRead, RemoteLoad, RemotePart, RemoteSave, RemoteTier, part_object_name
 
 _UNUSABLE_S = 60.0
-_LOST_S = 5.0
-"""How long an object is not looked up again that was torn or must not be used, or was missing."""
+"""How long an object is not looked up again that was missing, torn or must not be used. A store says of a torn one that
+it is there: a lookup would count it as a copy, and the block that is computed then would not be written."""
 _REMEMBERED = 1 << 16  # such objects
 _PREPARED_AT_ONCE = 128  # blocks: a millisecond
 
@@ -110,8 +110,7 @@ class RemoteCopies:
                 came[at] = True
             elif isinstance(result, LostBytesError | BadObjectError):
                 lost.append(at)
-                missing = isinstance(result, LostBytesError) and not isinstance(result, TornObjectError)
-                self._remember(loads[at].block.digest, now_s + (_LOST_S if missing else _UNUSABLE_S))
+                self._remember(loads[at].block.digest, now_s + _UNUSABLE_S)
         if lost:
             self._placement.lost["not served: missing or wrong in the shared store"] += len(lost)
             self._placement.discard_copies(trie, rows[lost], tier)

@@ -109,6 +109,10 @@ def torn(value: bytearray) -> None:
     del value[-1]
 
 
+def longer(value: bytearray) -> None:
+    value += b"\0"
+
+
 def altered(value: bytearray) -> None:
     value[-7] ^= 1
 
@@ -135,6 +139,7 @@ def old(value: bytearray) -> None:
 
 DAMAGES = {
     torn: None,
+    longer: None,
     altered: "altered",
     altered_identity: "foreign",
     altered_tag: "altered",
@@ -373,7 +378,7 @@ async def test_what_the_store_has_lost_is_forgotten_and_found_again(tmp_path: Pa
         store.objects.clear()
         assert await b.get(PROMPT) == 0
         store.objects.update(kept)
-        b.clock.now += 10
+        b.clock.now += 61
         assert await b.get(PROMPT) == 5
 
 
@@ -563,10 +568,10 @@ async def test_what_could_not_be_used_is_written_anew_where_a_store_takes_no_nam
         await c.close()
 
 
-@pytest.mark.parametrize("damage", [torn, altered], ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("later_s", [10.0, 100.0])
+@pytest.mark.parametrize("damage", [torn, longer, altered], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(("later_s", "looks"), [(10.0, True), (10.0, False), (100.0, False)])
 async def test_what_could_not_be_used_is_written_anew_however_late(
-    tmp_path: Path, damage: Callable[[bytearray], None], later_s: float
+    tmp_path: Path, damage: Callable[[bytearray], None], later_s: float, looks: bool
 ) -> None:
     async with two_hosts(tmp_path) as (a, b, store, _):
         await a.put(PROMPT)
@@ -576,6 +581,8 @@ async def test_what_could_not_be_used_is_written_anew_however_late(
             store.objects[name] = bytes(content)
         assert await b.get(PROMPT) == 0
         b.clock.now += later_s
+        if looks:  # for one that asks for the prompt, or reserves it
+            await look_up(b, PROMPT)
         await b.put(PROMPT)
         await share(b)
         c = Rig(tmp_path / "c", cpu=16, remote=store)

@@ -17,7 +17,6 @@ from prefixd_swap.errors import (
     EncodingError,
     LostBytesError,
     StaleObjectError,
-    TornObjectError,
     UnavailableCodecError,
 )
 from prefixd_swap.slab.files.file_ops import host_bytes
@@ -77,15 +76,12 @@ def open_object(seal: Seal, block: BlockIdentity, part: RemotePart, read: Read, 
         came: bytes of the object; None: it is not there.
 
     Raises:
-        LostBytesError: it is not there.
-        TornObjectError: it is too short or too long.
+        LostBytesError: it is not there, or is torn.
         BadObjectError: it must not be used. The memory has garbage.
     """
     head, memory = read.into
-    if came is None:
-        raise LostBytesError("the store has the object no more")
-    if came < head.nbytes or came != head.nbytes + _expected(head, memory.nbytes, part.coding):
-        raise TornObjectError(f"the store has {came} bytes of the object, which should have others")
+    if came is None or came < head.nbytes or came != head.nbytes + _expected(head, memory.nbytes, part.coding):
+        raise LostBytesError("the store has the object no more, or one of another length")
     payload = memory[: came - head.nbytes]
     checksum = seal.open(block, part.number, head, payload, label=coding_label(part.coding))
     if part.coding is not None and is_coded(head):

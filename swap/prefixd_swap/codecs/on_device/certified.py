@@ -35,6 +35,8 @@ def certify(
         shape: of the part.
         most_error: the largest relative RMS error of a layer; None: the codec's own bound.
     """
+    if not _CODEC.takes(shape.nbytes, shape):
+        return Refused.NOT_TAKEN
     if data.size >= shape.nbytes:
         return Refused.NOT_FEWER
     if not np.isfinite(measured).all():

@@ -133,7 +133,8 @@ class RowCollector:
         by_width: dict[int, list[tuple[Int64s, bytes | memoryview]]] = {}
         for width, rows in self._rows.items():
             came = np.concatenate(self._came.pop(width))
-            by_width[width] = [(order if len(came) == self._entries else order[came], rows.content())]
+            in_place = len(came) == self._entries and bool((came[1:] > came[:-1]).all())  # each entry, as numbered
+            by_width[width] = [(order if in_place else order[came], rows.content())]
         odd = sorted(self._odd, key=lambda each: order.item(each[0]))
         return PackedRows(self._entries - len(odd), by_width, [key for _, key in odd])
 

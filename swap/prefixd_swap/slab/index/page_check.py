@@ -28,6 +28,7 @@ from prefixd_swap.slab.index.lmdb_file import (
     TREE,
     Int64s,
     Pread,
+    Tree,
     newest_meta,
 )
 from prefixd_swap.slab.index.packed_rows import RowCollector
@@ -65,15 +66,15 @@ def check_pages(fd: int, pread: Pread, nbytes: int, rows: RowCollector | None = 
     check = _Check(fd, pread, meta.page_bytes, nbytes // meta.page_bytes)
     try:
         main = meta.roots[-1] if meta.roots else None
-        trees: list[tuple[int, RowCollector | None]] = [(root, None) for root in meta.roots]
+        trees: list[tuple[int, int | None, RowCollector | None]] = [(root, None, None) for root in meta.roots]
         while trees:
-            root, mine = trees.pop()
-            for name, below in check.walk(root, mine):
+            root, entries, mine = trees.pop()
+            for name, below in check.walk(root, entries, mine):
                 wanted = rows if root == main and name == _BLOCKS else None
                 if wanted is not None:
                     wanted.found = True
-                if below is not None:
-                    trees.append((below, wanted))
+                if below.root is not None:
+                    trees.append((below.root, below.entries, wanted))
         check.refuse_overlaps(meta.last_page)
     except _DamagedPageError as error:
         return f"page {error.page} of data.mdb is damaged"
@@ -130,9 +131,9 @@ class _Check:
         self._begins, self._lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # of the overflow runs
         self._buffer = np.empty(_PAGES_AT_ONCE * _NEAR * page_bytes, np.uint8)
 
-    def walk(self, root: int, rows: RowCollector | None = None) -> list[tuple[bytes, int | None]]:
-        """Check the pages of a tree; returns names and roots of the trees in it, None: an empty one."""
-        level = np.array([root], np.int64)
+    def walk(self, root: int, entries: int | None, rows: RowCollector | None) -> list[tuple[bytes, Tree]]:
+        """Check the pages of a tree, and that it has so many `entries`; None: any number. Returns the trees in it."""
+        level, found = np.array([root], np.int64), 0
         while len(level := self._reach(level)):
             order = np.argsort(level)
             numbers = level[order]
@@ -145,13 +146,16 @@ class _Check:
                     if rows is not None:
                         rows.expect(len(numbers) * self._page_bytes)
                     kind = int(pages.content[pages.begin[0] + 10]) & (BRANCH | LEAF)
-                nodes = self._nodes(pages, kind)
+                nodes = self._nodes(pages, kind, 1 if entries is None or kind == LEAF else 2)
                 if kind == BRANCH:
                     below.append(nodes.low | nodes.high << 16 | nodes.flags << 32)
                     holders.append(np.repeat(ranks, nodes.counts))
                 else:
                     trees += self._leaves(pages, ranks, nodes, rows)
+                    found += len(nodes.start)
             if kind == LEAF:
+                if self.missing is None and entries not in (None, found):  # a page has lost some, or has others
+                    raise _DamagedPageError(root)
                 return trees
             level = np.concatenate(below)[np.argsort(np.concatenate(holders), kind="stable")]
         return []
@@ -212,14 +216,14 @@ class _Check:
                 raise _DamagedPageError(offset // self._page_bytes)
             into, offset = into[got:], offset + got
 
-    def _nodes(self, pages: _Pages, kind: int) -> _Nodes:
-        """The nodes of pages of one kind."""
+    def _nodes(self, pages: _Pages, kind: int, least: int) -> _Nodes:
+        """The nodes of pages of one kind, of which each has at least `least`."""
         size = self._page_bytes
         words = pages.content.view("<u2")
         header = words[(pages.begin // 2)[:, None] + np.arange(PAGE_HEADER // 2)]
         flags, lower, upper = header[:, 5], header[:, 6].astype(np.int64), header[:, 7].astype(np.int64)
         sound = header.view("<u8")[:, 0] == pages.numbers.astype(np.uint64)
-        sound &= (flags == kind) & (kind != 0) & (lower > PAGE_HEADER) & (lower <= size)
+        sound &= (flags == kind) & (kind != 0) & (lower >= PAGE_HEADER + 2 * least) & (lower <= upper) & (upper <= size)
         if not sound.all():
             raise _DamagedPageError(pages.numbers.item(sound.argmin()))
         counts = (lower - PAGE_HEADER) // 2
@@ -228,7 +232,7 @@ class _Check:
         pointers += np.arange(len(pointers))
         offset = words.take(pointers).astype(np.int64)
         begin = np.repeat(pages.begin, counts)
-        good = (offset & 1 == 0) & (offset >= np.repeat(np.maximum(upper, PAGE_HEADER), counts))
+        good = (offset & 1 == 0) & (offset >= np.repeat(upper, counts))
         good &= offset <= size - NODE_HEADER
         if not good.all():
             raise _DamagedPageError(self._holder(pages, counts, good))
@@ -245,11 +249,11 @@ class _Check:
 
     def _leaves(
         self, pages: _Pages, ranks: Int64s, nodes: _Nodes, rows: RowCollector | None
-    ) -> list[tuple[bytes, int | None]]:
+    ) -> list[tuple[bytes, Tree]]:
         """Check the nodes of leaves, and what they lead to; returns the trees among them."""
         nbytes, flags = nodes.low | nodes.high << 16, nodes.flags
         big = np.zeros(0, np.int64)
-        trees: list[tuple[bytes, int | None]] = []
+        trees: list[tuple[bytes, Tree]] = []
         fits = nodes.key_bytes + nbytes <= nodes.room
         if flags.any():
             fits = np.where(flags == BIG_DATA, nodes.key_bytes + _NUMBER_BYTES <= nodes.room, fits)
@@ -260,10 +264,11 @@ class _Check:
             big = np.flatnonzero(flags == BIG_DATA)
             for at in np.flatnonzero(flags == SUB_TREE).tolist():
                 start, end = nodes.start.item(at), nodes.start.item(at) + nodes.key_bytes.item(at)
-                _, tree_flags, *_, root = TREE.unpack_from(pages.content.data, end)
-                if tree_flags:  # no tree here has any
+                _, tree_flags, *_, entries, root = TREE.unpack_from(pages.content.data, end)
+                if tree_flags or (root == NO_ROOT and entries):  # no tree here has flags
                     raise _DamagedPageError(int(np.repeat(pages.numbers, nodes.counts)[at]))
-                trees.append((pages.content[start:end].tobytes(), None if root == NO_ROOT else min(root, MAX_PAGE)))
+                tree = Tree(entries, None if root == NO_ROOT else min(root, MAX_PAGE))
+                trees.append((pages.content[start:end].tobytes(), tree))
         runs = self._runs(pages, nodes, big, nbytes) if len(big) else []
         if rows is not None:
             rows.add(pages.content, ranks, nodes.counts, nodes.start, nodes.key_bytes, nbytes, big, runs)
@@ -283,10 +288,11 @@ class _Check:
                 self._miss(max(first, self._there))
                 continue
             memory = np.empty(count * size, np.uint8)
-            self._read_into(memory, first * size)
+            self._read_into(memory[:size], first * size)
             number, flags, found[at] = RUN_HEADER.unpack_from(memory.data)
             if number != first or flags != OVERFLOW or found[at] < count:  # may be longer, after shorter data
                 raise _DamagedPageError(first)
+            self._read_into(memory[size:], (first + 1) * size)
             data[at] = memory[PAGE_HEADER : PAGE_HEADER + nbytes.item(big.item(at))].tobytes()
         self._begins.append(named[found > 0])
         self._lengths.append(found[found > 0])

@@ -4,9 +4,11 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -322,3 +324,81 @@ def test_a_leaf_among_branches_is_a_damaged_page(tmp_path: Path) -> None:
     index = SlabIndex(path, FileOps())
     assert "is damaged" in index.damage
     index.close()
+
+
+@pytest.mark.parametrize(
+    ("page", "field", "value"),
+    [
+        ("branch", 12, lambda lower, upper: 18),
+        ("branch", 12, lambda lower, upper: lower - 2),
+        ("leaf", 12, lambda lower, upper: lower - 2),
+        ("leaf", 14, lambda lower, upper: lower - 2),
+    ],
+    ids=["one child: LMDB aborts", "a child less", "an entry less", "entries in the offsets"],
+)
+def test_a_page_that_has_lost_some_of_its_nodes_is_damaged(
+    tmp_path: Path, page: str, field: int, value: Callable[[int, int], int]
+) -> None:
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    blocks = {number.to_bytes(24, "big"): bytes(500) for number in range(200)}
+    index.apply(list(blocks.items()))
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    try:
+        at = root = read_trees(fd, pread)[1][b"blocks"].root
+    finally:
+        os.close(fd)
+    assert root is not None and content[root * PAGE + 10] == 1
+    if page == "leaf":
+        (node,) = struct.unpack_from("<H", content, root * PAGE + 16)
+        (at,) = struct.unpack_from("<H", content, root * PAGE + node)
+        assert content[at * PAGE + 10] == 2
+    struct.pack_into("<H", content, at * PAGE + field, value(*struct.unpack_from("<HH", content, at * PAGE + 12)))
+    (path / "data.mdb").write_bytes(content)
+    index = SlabIndex(path, FileOps())
+    named = root if (page, field) == ("leaf", 12) else at  # a whole leaf says nothing of what it had
+    assert index.damage == f"page {named} of data.mdb is damaged"
+    index.close()
+
+
+@pytest.mark.parametrize("change", [-1, 1, 1 << 40])
+def test_a_tree_that_has_other_than_its_entries_is_damaged(tmp_path: Path, change: int) -> None:
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    index.apply([(bytes(24), bytes(10))])
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    at = content.rindex(b"\x06\0blocks") + 8 + 32  # flags, depth and pages, then the entries
+    assert int.from_bytes(content[at : at + 8], "little") == 1
+    content[at : at + 8] = (1 + change).to_bytes(8, "little")
+    (path / "data.mdb").write_bytes(content)
+    index = SlabIndex(path, FileOps())
+    assert "is damaged" in index.damage
+    index.close()
+
+
+def test_no_more_is_read_of_a_run_than_it_has(tmp_path: Path) -> None:
+    """One altered bit makes a node's data gigabytes long, which a start must not put into memory."""
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    index.apply([(bytes([number]) * 24, bytes(100_000)) for number in range(1, 101)])
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    at = content.rindex(bytes([1]) * 24) - 8
+    assert int.from_bytes(content[at : at + 4], "little") == 100_000
+    content[at + 2] |= 1 << 6  # 4 MiB more
+    (path / "data.mdb").write_bytes(content)
+    asked = []
+
+    def reading(fd: int, buffer: memoryview, offset: int) -> int:
+        asked.append(len(buffer))
+        return pread(fd, buffer, offset)
+
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    try:
+        assert "is damaged" in check_pages(fd, reading, len(content))
+    finally:
+        os.close(fd)
+    assert max(asked) < 200_000

@@ -66,6 +66,14 @@ def test_rows_are_those_of_lmdb(index: SlabIndex, seed: int) -> None:
         assert not odd
 
 
+def test_rows_of_one_length_in_leaves_and_in_runs_are_in_order(index: SlabIndex) -> None:
+    """LMDB keeps the run where shorter data takes the place of longer."""
+    keys = [bytes([number]) * INDEX_KEY_BYTES for number in range(3)]
+    index.apply([(key, key * 10) for key in keys])
+    index.apply([(keys[2], bytes(9000)), (keys[2], keys[2] * 10)])
+    assert packed_of(index) == ([(key, key * 10) for key in keys], [])
+
+
 def test_keys_of_another_length_are_told_apart(index: SlabIndex) -> None:
     rows = {bytes([at]) * length: b"value" for at, length in enumerate([1, 24, 24, 23, 40, 24])}
     index.apply(list(rows.items()))

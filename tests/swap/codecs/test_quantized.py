@@ -83,6 +83,16 @@ def test_no_number_is_further_away_than_half_its_scale(shape: PartShape, seed: i
     assert_within_bound(data, round_trip(codec, data, shape), shape, codec)
 
 
+def test_the_worst_error_of_int8_values_of_128_channels() -> None:
+    """A row has one number that needs the next scale, and others that lie between two steps of it."""
+    shape = PartShape("float32", 1, 64, 1, 128, parts.BY_LAYER)
+    numbers = np.ones((1, 2, 64, 1, 128), np.float32)
+    numbers[0, 1] = 0.4999 * 17 / 16
+    numbers[0, 1, :, :, 0] = 127.001
+    largest, rms = parts.plain_errors(data := parts.to_bytes(numbers, shape), round_trip(CODECS[0], data, shape), shape)
+    assert 0.047 < rms.max() < 0.048 and largest.max() < 0.048
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_zeros_and_the_largest_and_smallest_numbers_keep_the_bound(codec: QuantizedCodec, dtype: str) -> None:

@@ -66,7 +66,8 @@ def object_copies_of(groups: Sequence[PagedLayers]) -> ObjectCopies:
         groups: the caches of the engine's KV groups.
 
     Raises:
-        ConfigError: a package is missing, or the device is none that makes the objects that the codec on the CPU makes.
+        ConfigError: a package or a compiler is missing, the device has no room, or it makes other objects than the
+            codec on the CPU.
     """
     try:
         from prefixd_swap.codecs.on_device.object_copies import ObjectCopies
@@ -77,8 +78,9 @@ def object_copies_of(groups: Sequence[PagedLayers]) -> ObjectCopies:
             f"codec_on_device: a package is missing ({error}); it needs Triton, which comes with torch for CUDA, and "
             "`pip install 'prefixd[codecs]'`"
         ) from error
-    except (SwapError, torch.OutOfMemoryError) as error:
-        raise ConfigError(f"codec_on_device: {error}. Leave the option out; `codec` codes on the CPU") from error
+    except Exception as error:  # Triton raises many kinds, for a missing C compiler RuntimeError
+        why = error if isinstance(error, SwapError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"codec_on_device: {why}. Leave the option out; `codec` codes on the CPU") from error
 
 
 class ArenaPin:

@@ -10,8 +10,8 @@ The tile of a layer's and a head's values, encoded:
                                 the channels, from its lowest bits on
 
 The integer has nine bits and the scale five, so products are exact, and all processors decode the same bytes. The
-levels of a group reach from its lowest number to its highest. Levels that reach less far, where the sum of the squared
-errors is smaller, made the divergence of answers larger: it is the outermost numbers that count.
+levels of a group reach from the lowest to the highest of its numbers and zero. Levels that reach less far, where the
+sum of the squared errors is smaller, made the divergence of answers larger: it is the outermost numbers that count.
 
 A prompt's first token gets much of the attention of all later ones, and its values are far smaller than theirs
 (KVQuant, arXiv 2401.18079, keeps it exact). Which token of a block that may be is seen by its values alone.
@@ -45,10 +45,7 @@ def _find_ranges(tile: Any, group: int, lows: Any, highs: Any, needed: Any) -> N
     for token in range(tile.shape[0]):
         for start in range(0, tile.shape[1], group):
             row = tile[token, start : start + group]
-            low, high = (
-                np.int32(0),
-                np.int32(0),
-            )  # integers in the order of the numbers: sums and maxima of them vectorise
+            low = high = np.int32(0)  # integers in the order of the numbers: minima and maxima of them vectorise
             for i in range(row.size):
                 bits = np.int32(row[i])
                 ordered = np.int32(bits ^ np.int32(np.int32(bits >> 31) & _LEFT))

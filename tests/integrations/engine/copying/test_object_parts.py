@@ -7,7 +7,9 @@ interpreter, where it is installed, the last test has both.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,8 +207,6 @@ def test_objects_are_copied_until_the_rank_ends(coded: Any) -> None:
 
 
 def test_what_is_missing_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [
         each for each in sys.modules if each.startswith("prefixd_swap.codecs.on_device.") and "triton" in each
@@ -214,6 +214,19 @@ def test_what_is_missing_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "prefixd_swap.codecs.on_device.object_copies", raising=False)
     with pytest.raises(ConfigError, match=r"codec_on_device: a package is missing.*needs Triton"):
+        cuda_device.object_copies_of(Cache().layers)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), torch.OutOfMemoryError("no room")])
+def test_kernels_that_cannot_be_compiled_or_run_are_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(groups: object) -> None:
+        raise error
+
+    name = "prefixd_swap.codecs.on_device.object_copies"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(ObjectCopies=fail))
+    with pytest.raises(ConfigError, match=f"codec_on_device: {type(error).__name__}: {error}. Leave the option out"):
         cuda_device.object_copies_of(Cache().layers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import cache
 
@@ -15,6 +16,10 @@ NAMES = {number: name for name, number in CODECS.items()}
 
 _importing = threading.Lock()
 """numba's modules import each other: threads that import them at once find halves of them."""
+_cut_short = threading.Event()
+"""Set once an import has failed for want of memory or descriptors."""
+_DESCRIPTORS = 8
+"""More than an import has open at a time."""
 
 
 @cache
@@ -32,16 +37,44 @@ def find_codec(codec: str | int) -> Codec:
         raise UnavailableCodecError(f"there is no codec {codec!r}; use one of {', '.join(CODECS)}")
     try:
         with _importing:
-            if name == "lossless":
-                from prefixd_swap.codecs.lossless import LosslessCodec
-
-                return LosslessCodec()
-            from prefixd_swap.codecs.quantized import Int8Codec, K8V4Codec
-
-            return Int8Codec() if name == "int8" else K8V4Codec()
-    except ImportError as error:
+            _require_descriptors()
+            return _load(name)
+    except (OSError, MemoryError) as error:
+        raise CodecShortageError(f"codec {name} cannot be loaded now ({error}); it is tried again") from error
+    except Exception as error:
+        if _cut_short.is_set():
+            raise CodecShortageError(
+                f"codec {name} was cut short while it was loaded, and what is left of it cannot be used ({error}); "
+                "start the process again"
+            ) from error
+        if not isinstance(error, ImportError):
+            raise
         raise UnavailableCodecError(
             f"codec {name}: a package is missing ({error}); run `pip install 'prefixd[codecs]'`"
         ) from error
-    except (OSError, MemoryError) as error:
-        raise CodecShortageError(f"codec {name} cannot be loaded now ({error}); it is tried again") from error
+
+
+def _load(name: str) -> Codec:
+    try:
+        if name == "lossless":
+            from prefixd_swap.codecs.lossless import LosslessCodec
+
+            return LosslessCodec()
+        from prefixd_swap.codecs.quantized import Int8Codec, K8V4Codec
+
+        return Int8Codec() if name == "int8" else K8V4Codec()
+    except (OSError, MemoryError):
+        _cut_short.set()
+        raise
+
+
+def _require_descriptors() -> None:
+    """Raise OSError while the process has no descriptors for an import: one that fails half-way leaves modules behind
+    that cannot be imported again."""
+    held: list[int] = []
+    try:
+        for _ in range(_DESCRIPTORS):
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for each in held:
+            os.close(each)

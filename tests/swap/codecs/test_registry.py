@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import builtins
+import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
 
+from prefixd_swap.codecs import registry
 from prefixd_swap.codecs.registry import CODECS, find_codec
 from prefixd_swap.errors import CodecShortageError, UnavailableCodecError
 
@@ -61,16 +64,58 @@ def test_threads_that_ask_for_their_first_codecs_at_once_all_get_them() -> None:
     assert ran.stdout == "int8 int8 k8v4 k8v4 lossless lossless\n", ran.stderr
 
 
-def test_a_shortage_is_no_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def failing_imports(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """Errors that imports of `lossless` raise, one after the other."""
+    errors: list[Exception] = []
+
     def refuse(name: str, *rest: Any) -> Any:
-        if name.endswith("codecs.lossless"):
-            raise OSError(24, "Too many open files")
+        if name.endswith("codecs.lossless") and errors:
+            raise errors.pop(0)
         return really(name, *rest)
 
     really = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr(registry, "_cut_short", threading.Event())
     find_codec.cache_clear()
-    with monkeypatch.context() as short:
-        short.setattr(builtins, "__import__", refuse)
-        with pytest.raises(CodecShortageError, match="cannot be loaded now"):
-            find_codec("lossless")
+    return errors
+
+
+def test_a_shortage_is_no_missing_package(failing_imports: list[Exception]) -> None:
+    failing_imports.append(OSError(24, "Too many open files"))
+    with pytest.raises(CodecShortageError, match="cannot be loaded now"):
+        find_codec("lossless")
     assert find_codec("lossless").name == "lossless", "and it is tried again"
+
+
+@pytest.mark.parametrize("left", [AttributeError("partially initialized"), ImportError("partially initialized")])
+def test_what_a_shortage_has_left_of_modules_is_no_crash(failing_imports: list[Exception], left: Exception) -> None:
+    failing_imports += [OSError(24, "Too many open files"), left]
+    with pytest.raises(CodecShortageError):
+        find_codec("lossless")
+    with pytest.raises(CodecShortageError, match=r"cut short .* \(partially initialized\); start the process again"):
+        find_codec("lossless")
+
+
+def test_nothing_is_imported_without_descriptors(
+    monkeypatch: pytest.MonkeyPatch, failing_imports: list[Exception]
+) -> None:
+    failing_imports.append(AssertionError("imported"))
+    opened: list[int] = []
+
+    def open_few(path: str, flags: int) -> int:
+        if len(opened) == 3:
+            raise OSError(24, "Too many open files")
+        opened.append(really(path, flags))
+        return opened[-1]
+
+    really = os.open
+    with monkeypatch.context() as short:
+        short.setattr(os, "open", open_few)
+        with pytest.raises(CodecShortageError, match="Too many open files"):
+            find_codec("lossless")
+    failing_imports.clear()
+    assert find_codec("lossless").name == "lossless"
+    for each in opened:
+        with pytest.raises(OSError):
+            os.fstat(each)

@@ -3,7 +3,8 @@
 LMDB reads its file through a mapping and asserts properties of pages, so a page that is missing, that the device cannot
 read, or that is none of its tree could end the process. Branches lead to the pages of the next level; the pages of a
 level are read in the order of the file, some at a time, which are checked and taken apart while the processor's cache
-has them. Pages that no tree has are not read: LMDB writes them before it reads them again.
+has them. Pages that no tree has are not read: LMDB writes them before it reads them again. That is why none of those
+that it lists as free may be in use.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from prefixd_swap.slab.index.free_pages import FreePages
 from prefixd_swap.slab.index.lmdb_file import (
     BIG_DATA,
     BRANCH,
@@ -65,8 +67,10 @@ def check_pages(fd: int, pread: Pread, nbytes: int, rows: RowCollector | None = 
         return ""
     check = _Check(fd, pread, meta.page_bytes, nbytes // meta.page_bytes)
     try:
+        if len(meta.roots) > 1:
+            check.walk(meta.roots[0], free=check.free)
         main = meta.roots[-1] if meta.roots else None
-        trees: list[tuple[int, int | None, RowCollector | None]] = [(root, None, None) for root in meta.roots]
+        trees: list[tuple[int, int | None, RowCollector | None]] = [(root, None, None) for root in meta.roots[-1:]]
         while trees:
             root, entries, mine = trees.pop()
             for name, below in check.walk(root, entries, mine):
@@ -124,14 +128,18 @@ class _Check:
 
     def __init__(self, fd: int, pread: Pread, page_bytes: int, there: int) -> None:
         self.missing: int | None = None
+        self.free = FreePages()
         self._fd, self._pread = fd, pread
         self._page_bytes = page_bytes
         self._there = there
         self._reached = np.zeros(there, np.bool_)
+        self._reached[:2] = True  # the meta pages
         self._begins, self._lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # of the overflow runs
         self._buffer = np.empty(_PAGES_AT_ONCE * _NEAR * page_bytes, np.uint8)
 
-    def walk(self, root: int, entries: int | None, rows: RowCollector | None) -> list[tuple[bytes, Tree]]:
+    def walk(
+        self, root: int, entries: int | None = None, rows: RowCollector | None = None, free: FreePages | None = None
+    ) -> list[tuple[bytes, Tree]]:
         """Check the pages of a tree, and that it has so many `entries`; None: any number. Returns the trees in it."""
         level, found = np.array([root], np.int64), 0
         while len(level := self._reach(level)):
@@ -151,7 +159,7 @@ class _Check:
                     below.append(nodes.low | nodes.high << 16 | nodes.flags << 32)
                     holders.append(np.repeat(ranks, nodes.counts))
                 else:
-                    trees += self._leaves(pages, ranks, nodes, rows)
+                    trees += self._leaves(pages, ranks, nodes, rows, free)
                     found += len(nodes.start)
             if kind == LEAF:
                 if self.missing is None and entries not in (None, found):  # a page has lost some, or has others
@@ -161,8 +169,9 @@ class _Check:
         return []
 
     def refuse_overlaps(self, last_page: int) -> None:
-        """Check that no page is reached twice, as one page and in a run, and that none lies behind `last_page`."""
-        pages = np.flatnonzero(self._reached)
+        """Check that no page is reached twice, as one page and in a run, or free as well, and that none lies behind
+        `last_page`."""
+        pages = np.concatenate([np.flatnonzero(self._reached), *self.free.found])
         starts = np.concatenate([pages, *self._begins])
         ends = starts + np.concatenate([np.ones(len(pages), np.int64), *self._lengths])
         order = np.argsort(starts, kind="stable")
@@ -248,7 +257,7 @@ class _Check:
         return int(np.repeat(pages.numbers, counts)[good.argmin()])
 
     def _leaves(
-        self, pages: _Pages, ranks: Int64s, nodes: _Nodes, rows: RowCollector | None
+        self, pages: _Pages, ranks: Int64s, nodes: _Nodes, rows: RowCollector | None, free: FreePages | None
     ) -> list[tuple[bytes, Tree]]:
         """Check the nodes of leaves, and what they lead to; returns the trees among them."""
         nbytes, flags = nodes.low | nodes.high << 16, nodes.flags
@@ -270,6 +279,8 @@ class _Check:
                 tree = Tree(entries, None if root == NO_ROOT else min(root, MAX_PAGE))
                 trees.append((pages.content[start:end].tobytes(), tree))
         runs = self._runs(pages, nodes, big, nbytes) if len(big) else []
+        if free is not None and not free.add(pages.content, nodes.start, nodes.key_bytes, nbytes, big, runs):
+            raise _DamagedPageError(pages.numbers.item(0))
         if rows is not None:
             rows.add(pages.content, ranks, nodes.counts, nodes.start, nodes.key_bytes, nbytes, big, runs)
         return trees

@@ -304,6 +304,53 @@ def test_a_run_may_be_longer_than_its_data_but_not_reach_into_others(tmp_path: P
     index.close()
 
 
+def listed_as_free(content: bytes) -> list[int]:
+    """Where the index's file has numbers of free pages."""
+    found = []
+    for page in range(2, len(content) // PAGE):
+        some = np.frombuffer(content, np.uint8).reshape(-1, PAGE)[page : page + 1]
+        for offset in nodes(some, 2)[1].tolist():
+            at = page * PAGE + offset
+            nbytes, flags, key_bytes = struct.unpack_from("<IHH", content, at)
+            begin = at + 8 + key_bytes
+            count = int.from_bytes(content[begin : begin + 8], "little")
+            if (flags, key_bytes, nbytes) == (0, 8, 8 * (count + 1)):
+                found += range(begin + 8, begin + nbytes, 8)
+    return found
+
+
+@pytest.mark.parametrize("wrong", ["in use", "another free one", "a meta page", "behind the last one", "too many"])
+def test_a_free_page_that_is_in_use_is_damage(tmp_path: Path, wrong: str) -> None:
+    """LMDB would write to it: `MDB_CORRUPTED: Located page was wrong type` after the next changes."""
+    path, rng = tmp_path / "index", random.Random(2)
+    index = SlabIndex(path, FileOps())
+    keys = [rng.randbytes(24) for _ in range(300)]
+    for start in range(0, len(keys), 30):
+        index.apply([(key, bytes(300)) for key in keys[start : start + 30]])
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    assert check_pages(fd, pread, len(content)) == ""
+    meta = newest_meta(fd, pread)
+    assert meta is not None
+    os.close(fd)
+    places = [at for at in listed_as_free(bytes(content)) if content[at - 8 : at] != content[at : at + 8]]
+    values = {"in use": meta.roots[-1], "a meta page": 1, "behind the last one": meta.last_page + 1}
+    verdicts = []
+    for at in places:
+        changed = bytearray(content)
+        before = int.from_bytes(changed[at - 8 : at], "little")
+        number = values.get(wrong, before)
+        changed[at : at + 8] = number.to_bytes(8, "little")
+        if wrong == "too many":
+            changed[at - 8 : at] = (1 << 20).to_bytes(8, "little")
+        (path / "data.mdb").write_bytes(changed)
+        fd = os.open(path / "data.mdb", os.O_RDONLY)
+        verdicts.append("is damaged" in check_pages(fd, pread, len(content)))
+        os.close(fd)
+    assert any(verdicts), "some lists are of earlier transactions, which count no longer"
+
+
 def test_a_leaf_among_branches_is_a_damaged_page(tmp_path: Path) -> None:
     """LMDB's `assert(IS_LEAF(mp))` ended the daemon at each start."""
     path = tmp_path / "index"

@@ -250,6 +250,14 @@ class _Check:
         room = size - NODE_HEADER - offset
         if not (good := key_bytes <= room).all():
             raise _DamagedPageError(self._holder(pages, counts, good))
+        # LMDB closes the gap of a node that it removes by what the node says of its size: it would move all others.
+        taken = NODE_HEADER + key_bytes
+        if kind == LEAF:
+            taken += np.where(node_flags & BIG_DATA, _NUMBER_BYTES, low | high << 16)
+        taken += taken & 1
+        before = np.concatenate([[0], np.cumsum(taken)])
+        if not (good := before[ends] - before[ends - counts] == size - upper).all():
+            raise _DamagedPageError(pages.numbers.item(good.argmin()))
         return _Nodes(counts, begin + offset + NODE_HEADER, low, high, node_flags, key_bytes, room)
 
     def _holder(self, pages: _Pages, counts: Int64s, good: npt.NDArray[np.bool_]) -> int:

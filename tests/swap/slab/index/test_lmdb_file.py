@@ -304,6 +304,34 @@ def test_a_run_may_be_longer_than_its_data_but_not_reach_into_others(tmp_path: P
     index.close()
 
 
+@pytest.mark.parametrize("field", ["size of data", "size of key", "start of nodes"])
+def test_a_node_of_another_size_is_damage(tmp_path: Path, field: str) -> None:
+    """LMDB would move the other nodes of the page to the wrong places when it removes this one."""
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    index.apply([(number.to_bytes(24, "big"), bytes(104)) for number in range(200)])
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    _, trees = read_trees(fd, pread)
+    leaf = next(
+        page
+        for page in range(2, len(content) // PAGE)
+        if len(nodes(np.frombuffer(content, np.uint8).reshape(-1, PAGE)[page : page + 1], 2)[0]) > 20
+        and page != trees[b"blocks"].root
+    )
+    first = int.from_bytes(content[leaf * PAGE + 16 : leaf * PAGE + 18], "little")
+    at = leaf * PAGE + {"size of data": first, "size of key": first + 6, "start of nodes": 14}[field]
+    for bit in range(1 if field == "size of data" else 2, 4):
+        changed = bytearray(content)
+        changed[at] ^= 1 << bit - 1
+        (path / "data.mdb").write_bytes(changed)
+        assert f"page {leaf} of data.mdb is damaged" in check_pages(fd, pread, len(content))
+    (path / "data.mdb").write_bytes(content)
+    assert check_pages(fd, pread, len(content)) == ""
+    os.close(fd)
+
+
 def listed_as_free(content: bytes) -> list[int]:
     """Where the index's file has numbers of free pages."""
     found = []
@@ -405,8 +433,7 @@ def test_a_page_that_has_lost_some_of_its_nodes_is_damaged(
     struct.pack_into("<H", content, at * PAGE + field, value(*struct.unpack_from("<HH", content, at * PAGE + 12)))
     (path / "data.mdb").write_bytes(content)
     index = SlabIndex(path, FileOps())
-    named = root if (page, field) == ("leaf", 12) else at  # a whole leaf says nothing of what it had
-    assert index.damage == f"page {named} of data.mdb is damaged"
+    assert index.damage == f"page {at} of data.mdb is damaged"
     index.close()
 
 

@@ -12,6 +12,7 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.disk_keys import read_disk_keys
 from prefixd.server.figures.tenant_figures import check_tiers_hold
 from prefixd.server.rpc.sockets.listeners import Listeners
+from prefixd.server.startup.codec_warm_up import codecs_in_use, warm_up_codecs
 from prefixd.settings import Settings, dotted_values
 from prefixd.settings.checks import check_codecs
 from prefixd_swap import StorageError
@@ -53,6 +54,7 @@ class SettingsReload:
     ) -> None:
         self._settings = settings
         self._named = set(settings.tenants)
+        self._compiled = set(codecs_in_use(settings, None))
         self._read = read
         self._doors = doors
         self._cache = cache
@@ -102,6 +104,9 @@ class SettingsReload:
             self._doors.tokens.use(tokens)
         await self._use_keys(keys)
         self._cache.tenants.set_quotas(fresh.quotas)
+        if new := set(codecs_in_use(fresh, None)) - self._compiled:
+            await warm_up_codecs(fresh, None)  # before the first block asks for them on the event loop
+            self._compiled |= new
         self._cache.tenants.set_codecs(fresh.codecs)
         self._log_removed_tenants(self._named - set(fresh.tenants))
         self._named = set(fresh.tenants)

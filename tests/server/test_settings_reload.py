@@ -20,6 +20,7 @@ from prefixd.server.access.socket_access import SocketAccess
 from prefixd.server.rpc.sockets.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
 from prefixd.settings import Settings
+from prefixd_swap.codecs.warm_up import WarmUp
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -100,11 +101,25 @@ async def test_guarantees_that_only_a_restart_can_keep_change_nothing(cache: Tie
 async def test_a_tenant_gets_another_codec_if_its_packages_are_there(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = House(cache, {"tenants.a.codec": "int8"})
+    compiled: list[list[str]] = []
+
+    def compile_all(work: WarmUp) -> None:
+        assert codec_of(spec, cache.tenants, "exact") == "exact", "no block needs them yet"
+        compiled.append(work.names)
+
+    monkeypatch.setattr(WarmUp, "run", compile_all)
+    house = House(cache, {})
     spec = NamespaceSpec("model", 16, (PartSpec("kv", 0, 64),), tenant="a")
+    house.now = {"tenants.a.codec": "int8"}
     assert not await house.read() and codec_of(spec, cache.tenants, "exact") == "int8"
+    assert compiled == [["lossless", "int8"]]
     house.now = {"tenants.a.sessions": 1}
     assert not await house.read() and codec_of(spec, cache.tenants, "exact") == "exact"
+    house.now = {"tenants.a.codec": "lossless"}
+    assert not await house.read() and codec_of(spec, cache.tenants, "exact") == "lossless"
+    assert len(compiled) == 1, "they are compiled once"
+    house.now = {"tenants.a.sessions": 1}
+    assert not await house.read()
     monkeypatch.setitem(sys.modules, "zstandard", None)
     house.now = {"tenants.a.codec": "k8v4", "tenants.a.sessions": 2}
     assert "tenants.a.codec = k8v4: the package zstandard is missing" in await house.read()

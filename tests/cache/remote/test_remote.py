@@ -590,6 +590,24 @@ async def test_what_could_not_be_used_is_written_anew_however_late(
         await c.close()
 
 
+async def test_what_another_host_has_written_anew_is_left_alone(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, store, other):
+        await a.put(PROMPT)
+        await share(a)
+        kept = dict(store.objects)
+        for name, value in kept.items():
+            store.objects[name] = value[:-1]
+        assert await b.get(PROMPT) == 0
+        store.objects.update(kept)
+        b.clock.now += 61
+        assert await b.get(PROMPT) == 5, "they are good again"
+        async for _ in forget(b.cache.mover, await find_subtree(b.trie, b.rows(PROMPT)[0])):
+            pass
+        await b.put(PROMPT)
+        await share(b)
+        assert other.puts == 0 and store.objects == kept
+
+
 async def test_what_the_store_does_not_delete_is_not_evicted_here(tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (a, _, store, _):
         await a.put(PROMPT)

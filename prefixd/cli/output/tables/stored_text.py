@@ -23,7 +23,7 @@ def stored_line(stored: admin_pb2.StoredStats) -> str | None:
         line += f", {errors_text(*_errors(stored))}"
     if refused := sum(stored.refused_parts.values()):
         reasons = ", ".join(f"{name} {count:,}" for name, count in sorted(stored.refused_parts.items()))
-        line += f"; {refused:,} parts not taken by it ({reasons})"
+        line += f"; {refused:,} parts not taken by their codec ({reasons})"
     return line
 
 

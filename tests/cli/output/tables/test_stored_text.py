@@ -18,7 +18,7 @@ def test_what_codecs_save_and_alter_is_one_line() -> None:
     stored.altered_blocks.add(labels={"tenant": "a", "model": "m"}, count=7)
     assert stored_line(stored) == (
         "disk: 412.0 GiB stored of 803.0 GiB, saved 49% (disk.codec = int8), largest error 1.62% (RMS 0.4%); 1,203 "
-        "parts not taken by it (above_bound 1,200, not_fewer 3)"
+        "parts not taken by their codec (above_bound 1,200, not_fewer 3)"
     )
     assert stored_words(stored) == ["disk saves 49%", "error 1.62%"]
 

@@ -415,7 +415,8 @@ class Transfers:
             self._complain_again_s = time.monotonic() + _COMPLAINT_S
             self._link.log.warning(
                 "prefixd: codec_on_device: a block and those behind it are not saved (%s); refused_blocks counts them, "
-                "and for %g s the log does not",
+                "and for %g s the log does not. Where there are many, leave the option out: with `codec` such blocks "
+                "are stored without loss",
                 refused.why.value,
                 _COMPLAINT_S,
             )

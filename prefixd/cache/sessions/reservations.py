@@ -39,7 +39,7 @@ class ToFill:
     Attributes:
         parts: of each block; all by default.
         first_block: the caller has bytes from this block on; bytes before it that longer prefixes do not need (windows,
-            states) may be missing.
+            states) may be missing. Where others are, one block is reserved, which says where.
         max_blocks: the most blocks; 0: all.
         ttl_s: see `LeaseTable.ttl`.
         by_daemon: the daemon fills them itself; clients do not know the slots.
@@ -130,6 +130,8 @@ class Reservations:
             wanted = min(len(chain) - known, asked.max_blocks or len(chain))
             if not wanted:
                 return len(chain)
+            if known < first_block:
+                wanted = 1  # the caller cannot fill any, and learns where the prefix ends
             identity = self._leases.next_id()
             hold, slots = await self._allocate(session, trie, path[:known], parts, wanted, f"reservation {identity}")
             reservation = Reservation(

@@ -139,6 +139,7 @@ async def test_a_writer_does_not_begin_behind_bytes_that_every_prefix_needs(make
     chain = rig.chain([1, 2, 3], home)
     reservation = await rig.cache.reserve(rig.session, home, chain, ToFill(first_block=2))
     assert isinstance(reservation, Reservation) and reservation.first_block == 1
+    assert len(reservation.slots) == 1, "no other block leaves for slots that nobody can fill"
     with pytest.raises(InvalidArgumentError, match="first_block is 4, but token_ids has 3 full blocks"):
         await rig.cache.reserve(rig.session, home, chain, ToFill(first_block=4))
 

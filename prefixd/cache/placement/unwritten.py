@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ class UnwrittenBlocks:
     """The blocks of a trie with a KV group that the tier has, the disk lacks and a prefix needs.
 
     The queue of each tenant is first in, first out; blocks that entered the tier together are ordered parents before
-    children. Tenants take turns, so that one with many blocks, or with a slow codec, does not keep others waiting.
+    children. Tenants take turns, so that one with many blocks, or with a slow codec, does not keep others waiting. The
+    tenant whose first block has waited longest comes first, so that each gets its turn however many tenants there are.
 
     A scan of the table in slices finds some thousand blocks. Others change the trie between two slices, and between the
     scan and `next`, so `next` checks again that a block waits. A block that entered after a scan had begun is left to
@@ -86,17 +88,29 @@ class UnwrittenBlocks:
             rows = rows[self._may_go(rows)]
             if part.start:
                 rows = rows[trie.entered[rows, self._source] < begun_s]
-            owners = self._owners(rows)
-            for owner in np.unique(owners).tolist():
-                its = rows[owners == owner]
-                lowest[owner].offer(its, trie.entered[its, self._source], trie.depth[its])
+            order = np.argsort(owners := self._owners(rows), kind="stable")
+            rows, owners = rows[order], owners[order]
+            entered, depth = trie.entered[rows, self._source], trie.depth[rows]
+            bounds = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
+            for start, end in pairwise(bounds if len(rows) else ()):
+                lowest[owners.item(start)].offer(rows[start:end], entered[start:end], depth[start:end])
             await pacer.worked(part.stop - part.start)
-        self._found = _in_turn([each.ascending() for each in lowest.values()])[:_FOUND_AT_ONCE]
+        queues: list[Rows] = []
+        for each in lowest.values():
+            if queues:
+                await pacer.worked(_FOUND_AT_ONCE)
+            queues.append(each.ascending())
+        queues.sort(key=lambda queue: float(trie.entered[queue[0], self._source]))
+        self._found = _in_turn(queues, _FOUND_AT_ONCE)
 
 
-def _in_turn(queues: Sequence[Rows]) -> Rows:
-    """All rows: `_TURN` of each queue, then the next ones of each."""
-    if not queues:
-        return np.empty(0, np.int64)
-    turns = np.concatenate([np.arange(len(queue)) // _TURN for queue in queues])
-    return np.concatenate(queues)[np.argsort(turns, kind="stable")]
+def _in_turn(queues: Sequence[Rows], count: int) -> Rows:
+    """The first `count` rows: `_TURN` of each queue, then the next ones of each."""
+    found, taken = [np.empty(0, np.int64)], 0
+    for start in range(0, count, _TURN):
+        queues = [queue for queue in queues if len(queue) > start]
+        if not queues or taken >= count:
+            break
+        found += [queue[start : start + _TURN] for queue in queues]
+        taken += sum(map(len, found[-len(queues) :]))
+    return np.concatenate(found)[:count]

@@ -88,6 +88,19 @@ def test_tenants_take_turns_however_many_blocks_one_of_them_has(monkeypatch: pyt
     assert order == [[39, 38, 2, 1], [37, 36, 0, 35], [34, 33, 32, 31]]
 
 
+def test_a_tenant_gets_its_turn_though_more_tenants_wait_than_one_scan_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan finds 16 blocks here, and each of 20 tenants has two."""
+    monkeypatch.setattr("prefixd.cache.placement.unwritten._TURN", 1)
+    queue = Queue(40)
+    queue.waiting = UnwrittenBlocks(queue.trie, CPU, DISK, lambda: queue.now, owners=lambda rows: rows % 20)
+    order: list[int] = []
+    for _ in range(20):
+        rows, _ = queue.next(1)
+        queue.write(rows)
+        order += rows.tolist()
+    assert sorted(row % 20 for row in order) == list(range(20))
+
+
 def test_what_has_gone_or_been_written_meanwhile_is_left_out() -> None:
     queue = Queue(40)
     assert queue.next(2)[0].tolist() == [39, 38]

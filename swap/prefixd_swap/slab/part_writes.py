@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -85,8 +85,9 @@ def write_parts(
     if threads is None or len(jobs) < 2:
         _write(runs)
         return meanwhile(), written
-    futures = [threads.submit(_write, job) for job in jobs]
+    futures: list[Future[None]] = []
     try:
+        futures.extend(threads.submit(_write, job) for job in jobs)
         result = meanwhile()
     finally:
         wait(futures)  # even if one fails: slots may be freed only when no thread writes to them

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -175,6 +176,32 @@ def test_checksums_and_records_are_made_while_the_device_writes(
         [[b.tobytes()] for b in blocks],
     )
     assert len(device.writes) == 4 and not device.late
+
+
+def test_slots_are_free_only_when_no_thread_writes_also_if_a_job_is_refused(
+    store: SlabStore, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = memory(4 << 20).reshape(4, 1 << 20)
+    new = chain([[Span(each.ctypes.data, 1 << 20)] for each in blocks])
+    submit, jobs = ThreadPoolExecutor.submit, list[Any]()
+    device.until = threading.Event()
+
+    def refusing(pool: ThreadPoolExecutor, *job: Any) -> Any:
+        if len(job) == 2 and len(jobs) == 2:
+            device.until.set()
+            raise MemoryError("no memory for a third job")
+        jobs.extend([submit(pool, *job)] if len(job) == 2 else [])
+        return jobs[-1] if len(job) == 2 else submit(pool, *job)
+
+    def free(slots: list[int]) -> None:
+        assert len(slots) == 4 and all(job.done() for job in jobs)
+        store._writer._free_slots(slots)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refusing)
+    monkeypatch.setattr(store._writer, "free", free)
+    with pytest.raises(MemoryError):
+        store.write(new)
+    assert store.used_bytes == 0
 
 
 def test_a_span_on_a_gpu_is_refused(store: SlabStore) -> None:

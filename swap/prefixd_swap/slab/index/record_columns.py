@@ -37,7 +37,7 @@ from prefixd_swap.slab.index.block_record import (
     end_bytes,
 )
 from prefixd_swap.slab.index.packed_rows import INDEX_KEY_BYTES, PackedRows, pack
-from prefixd_swap.slab.index.rows import CHUNK_ROWS, Row
+from prefixd_swap.slab.index.rows import CHUNK_ROWS, IndexDamagedError, Row
 from prefixd_swap.slots import round_to_slots
 
 UInt8s = npt.NDArray[np.uint8]
@@ -122,6 +122,7 @@ class Records:
     """
 
     namespaces: tuple[bytes, ...]
+    """Those of the blocks, so at most n."""
     namespace: npt.NDArray[np.int32]
     """[n], into `namespaces`."""
     keys: npt.NDArray[np.uint8]
@@ -244,7 +245,7 @@ class IndexTable:
         """Whether a readable row has a coded or an encrypted part."""
         return any(OF_ANY_SIZE in group.part_bytes for group in self.groups)
 
-    @property
+    @cached_property
     def in_order(self) -> bool:
         """Whether the keys are strictly ascending; in a damaged index they may not be."""
         high, begins = self._high, self._begins[1:-1]
@@ -267,7 +268,13 @@ class IndexTable:
         return [joined[start : start + INDEX_KEY_BYTES] for start in range(0, len(joined), INDEX_KEY_BYTES)]
 
     def link(self) -> Int64s:
-        """Each row's parent: its position, FIRST_BLOCK, or LOST_PARENT if it is absent or not less deep."""
+        """Each row's parent: its position, FIRST_BLOCK, or LOST_PARENT if it is absent or not less deep.
+
+        Raises:
+            IndexDamagedError: the keys are out of order.
+        """
+        if not self.in_order:
+            raise IndexDamagedError("keys of the index are out of order; restart to recover it")
         parent = np.full(self.rows, LOST_PARENT)
         for start, end in pairwise(self._begins.tolist()):
             buckets = _KeyBuckets(self._high[start:end], self._keys[start:end])
@@ -297,10 +304,12 @@ class IndexTable:
                 came[rows[mine]] = mine
             if len(there := np.flatnonzero(came >= 0)):
                 groups.append(group.of(came[there], there))
-        namespace = np.repeat(np.arange(len(self._begins) - 1, dtype=np.int32), np.diff(self._begins))[order]
+        of_row = np.repeat(np.arange(len(self._begins) - 1, dtype=np.int32), np.diff(self._begins))[order]
+        used = np.bincount(of_row, minlength=len(self._begins) - 1) > 0
+        namespace = (np.cumsum(used, dtype=np.int32) - 1)[of_row]
         above = parent[order]
         return Records(
-            tuple(self._namespace[start].tobytes() for start in self._begins[:-1].tolist()),
+            tuple(self._namespace[start].tobytes() for start in self._begins[:-1][used].tolist()),
             namespace,
             self._keys[order].view(np.uint8),
             np.where(above >= 0, row_of[above], -1 - namespace.astype(np.int64)),

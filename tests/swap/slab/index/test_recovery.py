@@ -561,6 +561,27 @@ def test_an_index_with_keys_out_of_order_is_set_aside(path: Path) -> None:
         assert "out of order" in store.recovery.index_damage and len(store.load()) == 0
 
 
+def test_keys_out_of_order_are_damage_also_after_the_start(path: Path) -> None:
+    value = encode_record(NewBlock(NS, key(0), b"", b"tokn", 0, []), [DiskPart(77, 10, 1)])
+    for numbers in ((2, 1), (1, 1), (1, 1 << 63, 3)):
+        with pytest.raises(IndexDamagedError, match="out of order"):
+            IndexTable([[(NS + key(number)[::-1], value) for number in numbers]]).link()
+
+
+def test_a_namespace_of_which_all_blocks_are_dropped_is_none_of_the_records(path: Path) -> None:
+    """A parent is -1 minus a namespace's number: with more namespaces than blocks it was no index of the columns."""
+    data = np.zeros(PAGE, np.uint8)
+    names = [bytes([number]) * 8 for number in range(3)]
+    with opened(path) as store:
+        for name in names:
+            store.write([NewBlock(name, key(1), b"", b"tokn", 0, [Span(data.ctypes.data, PAGE)])])
+    put_raw(path, {name + key(1): b"damaged" for name in names[:2]})
+    with opened(path) as store:
+        assert store.recovery == Recovery(kept=1, lost_slots=2)
+        records = store.load()
+        assert (records.namespaces, records.namespace.tolist(), records.parent.tolist()) == ((names[2],), [0], [-1])
+
+
 def test_an_index_that_does_not_find_what_it_has_is_set_aside(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(path) as with_blocks:
         write(with_blocks, (1, None, b"one" * 100), (2, 1, b"two" * 2000))

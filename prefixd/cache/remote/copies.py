@@ -72,7 +72,7 @@ class RemoteCopies:
         self._checksums = checksums
         self._unusable: OrderedDict[bytes, float] = OrderedDict()
         """By digest the time from which on it may be looked up again, of blocks of which a read failed. A block stays
-        here until this host writes it anew, however late that is, or reads what another host has written."""
+        here until this host writes it anew, however late that is, or reads all of what another host has written."""
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,8 @@ class RemoteCopies:
         for at, result in enumerate(results):
             if isinstance(result, tuple):
                 came[at] = True
-                self._unusable.pop(loads[at].block.digest, None)  # another host has written it anew
+                if len(parts) == len(trie.part_bytes):  # another host has written it anew
+                    self._unusable.pop(loads[at].block.digest, None)
             elif isinstance(result, LostBytesError | BadObjectError):
                 lost.append(at)
                 self._remember(loads[at].block.digest, now_s + _UNUSABLE_S)

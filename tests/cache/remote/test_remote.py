@@ -468,6 +468,25 @@ async def test_what_only_the_store_has_is_stored_here_when_somebody_has_computed
         assert b.tiers(PROMPT, CPU) == [True] * 5
 
 
+async def test_what_could_be_used_again_is_not_written_anew(tmp_path: Path) -> None:
+    """Deleting it first would take it from all hosts."""
+    async with two_hosts(tmp_path) as (a, b, shared, store):
+        await a.put(PROMPT)
+        await share(a)
+        await look_up(b, PROMPT)
+        kept = dict(shared.objects)
+        shared.objects.clear()
+        assert await b.get(PROMPT) == 0
+        shared.objects.update(kept)
+        b.clock.now += 61
+        assert await b.get(PROMPT) == 5
+        async for _ in forget(b.cache.mover, await find_subtree(b.trie, b.rows(PROMPT)[0])):
+            pass
+        await b.put(PROMPT)
+        await share(b)
+        assert store.puts == 0 and b.tiers(PROMPT, REMOTE) == [True] * 5
+
+
 async def test_what_is_evicted_stays_in_the_store_unless_asked(tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (a, b, store, _):
         for prompt in (PROMPT, [7, 8]):

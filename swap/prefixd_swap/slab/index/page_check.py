@@ -232,7 +232,8 @@ class _Check:
         header = words[(pages.begin // 2)[:, None] + np.arange(PAGE_HEADER // 2)]
         flags, lower, upper = header[:, 5], header[:, 6].astype(np.int64), header[:, 7].astype(np.int64)
         sound = header.view("<u8")[:, 0] == pages.numbers.astype(np.uint64)
-        sound &= (flags == kind) & (kind != 0) & (lower >= PAGE_HEADER + 2 * least) & (lower <= upper) & (upper <= size)
+        sound &= (flags == kind) & (kind in (BRANCH, LEAF))
+        sound &= (lower >= PAGE_HEADER + 2 * least) & (lower <= upper) & (upper <= size)
         if not sound.all():
             raise _DamagedPageError(pages.numbers.item(sound.argmin()))
         counts = (lower - PAGE_HEADER) // 2

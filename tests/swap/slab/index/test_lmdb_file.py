@@ -437,6 +437,26 @@ def test_a_page_that_has_lost_some_of_its_nodes_is_damaged(
     index.close()
 
 
+@pytest.mark.parametrize("blocks", [3, 200])
+def test_a_root_that_is_a_branch_and_a_leaf_is_damaged(tmp_path: Path, blocks: int) -> None:
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    index.apply([(number.to_bytes(24, "big"), bytes(500)) for number in range(blocks)])
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    try:
+        root = read_trees(fd, pread)[1][b"blocks"].root
+    finally:
+        os.close(fd)
+    assert root is not None
+    content[root * PAGE + 10] = 3
+    (path / "data.mdb").write_bytes(content)
+    index = SlabIndex(path, FileOps())
+    assert index.damage == f"page {root} of data.mdb is damaged"
+    index.close()
+
+
 @pytest.mark.parametrize("change", [-1, 1, 1 << 40])
 def test_a_tree_that_has_other_than_its_entries_is_damaged(tmp_path: Path, change: int) -> None:
     path = tmp_path / "index"

@@ -35,6 +35,7 @@ NODE_HEADER = 8
 RUN_HEADER = struct.Struct("<QxxHI")
 BRANCH, LEAF, OVERFLOW = 1, 2, 4
 BIG_DATA, SUB_TREE = 1, 2
+_INTEGER_KEY = 8  # of the tree of free pages
 NO_ROOT = (1 << 64) - 1
 MAX_PAGE = 1 << 48
 
@@ -49,6 +50,9 @@ class Meta:
     be any number; it is cut to 2^48, where no file has a page."""
     last_page: int
     transaction: int
+    is_sound: bool
+    """Whether the trees have the flags that they always have here, and the map that LMDB makes has room for all pages.
+    Else LMDB aborts, refuses to open the file, or does not find what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +192,11 @@ def _in_order(keys: Sequence[bytes]) -> set[int]:
 def _metas(fd: int, pread: Pread, head: bytes, page_bytes: int) -> Iterator[Meta]:
     for content in (head, _read(fd, pread, page_bytes, _META.size)):
         if _page_bytes(content) == page_bytes:
-            *_, free, main, last_page, transaction = _META.unpack(content)
-            roots = tuple(
-                min(root, MAX_PAGE) for root in (TREE.unpack(tree)[-1] for tree in (free, main)) if root != NO_ROOT
-            )
-            yield Meta(page_bytes, roots, last_page, transaction)
+            *_, map_bytes, free, main, last_page, transaction = _META.unpack(content)
+            trees = TREE.unpack(free), TREE.unpack(main)
+            roots = tuple(min(root, MAX_PAGE) for *_, root in trees if root != NO_ROOT)
+            is_sound = [flags for _, flags, *_ in trees] == [_INTEGER_KEY, 0] and last_page < map_bytes // page_bytes
+            yield Meta(page_bytes, roots, last_page, transaction, is_sound)
 
 
 def _page_bytes(content: bytes) -> int:

@@ -65,6 +65,8 @@ def check_pages(fd: int, pread: Pread, nbytes: int, rows: RowCollector | None = 
     meta = newest_meta(fd, pread)
     if meta is None:
         return ""
+    if not meta.is_sound:
+        return "the newest meta page of data.mdb is damaged"
     check = _Check(fd, pread, meta.page_bytes, nbytes // meta.page_bytes)
     try:
         if len(meta.roots) > 1:

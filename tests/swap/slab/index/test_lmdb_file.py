@@ -457,6 +457,33 @@ def test_a_root_that_is_a_branch_and_a_leaf_is_damaged(tmp_path: Path, blocks: i
     index.close()
 
 
+@pytest.mark.parametrize(
+    ("at", "bit"),
+    [(44, 2), (92, 1), (92, 2), (141, 3)],
+    ids=["LMDB aborts", "it finds no tree", "it refuses the flags", "it has no memory for the map"],
+)
+def test_a_damaged_meta_page_is_found_and_all_blocks_come_back(tmp_path: Path, at: int, bit: int) -> None:
+    """Flags of both trees, and the number of the last page."""
+    blocks = {bytes([number]) * 24: bytes(100) for number in range(9)}
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    index.apply(list(blocks.items()))
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    newest = max((0, PAGE), key=lambda page: int.from_bytes(content[page + 144 : page + 152], "little"))
+    content[newest + at] ^= 1 << bit
+    (path / "data.mdb").write_bytes(content)
+    index = SlabIndex(path, FileOps())
+    assert index.damage == "the newest meta page of data.mdb is damaged" and index.aside is not None
+    index.close()
+    fd = os.open(index.aside / "data.mdb", os.O_RDONLY)
+    try:
+        page_bytes, trees = read_trees(fd, pread)
+        assert dict(tree_entries(fd, pread, page_bytes, trees[b"blocks"])) == blocks
+    finally:
+        os.close(fd)
+
+
 @pytest.mark.parametrize("change", [-1, 1, 1 << 40])
 def test_a_tree_that_has_other_than_its_entries_is_damaged(tmp_path: Path, change: int) -> None:
     path = tmp_path / "index"

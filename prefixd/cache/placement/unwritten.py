@@ -91,8 +91,8 @@ class UnwrittenBlocks:
             order = np.argsort(owners := self._owners(rows), kind="stable")
             rows, owners = rows[order], owners[order]
             entered, depth = trie.entered[rows, self._source], trie.depth[rows]
-            bounds = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
-            for start, end in pairwise(bounds if len(rows) else ()):
+            bounds = [*np.flatnonzero(np.diff(owners, prepend=-1)).tolist(), len(rows)]
+            for start, end in pairwise(bounds):
                 lowest[owners.item(start)].offer(rows[start:end], entered[start:end], depth[start:end])
             await pacer.worked(part.stop - part.start)
         queues: list[Rows] = []

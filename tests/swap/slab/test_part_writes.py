@@ -184,11 +184,11 @@ def test_slots_are_free_only_when_no_thread_writes_also_if_a_job_is_refused(
     blocks = memory(4 << 20).reshape(4, 1 << 20)
     new = chain([[Span(each.ctypes.data, 1 << 20)] for each in blocks])
     submit, jobs = ThreadPoolExecutor.submit, list[Any]()
-    device.until = threading.Event()
+    device.until = until = threading.Event()
 
     def refusing(pool: ThreadPoolExecutor, *job: Any) -> Any:
         if len(job) == 2 and len(jobs) == 2:
-            device.until.set()
+            until.set()
             raise MemoryError("no memory for a third job")
         jobs.extend([submit(pool, *job)] if len(job) == 2 else [])
         return jobs[-1] if len(job) == 2 else submit(pool, *job)

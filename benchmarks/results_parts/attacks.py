@@ -39,6 +39,10 @@ def _bit_rot(r: Figures) -> str:
     )
 
 
+def _bit_rot_encrypted(r: Figures) -> str:
+    return f"Where blocks are encrypted: {_bit_rot(r)}"
+
+
 def _bit_rot_remote(r: Figures) -> str:
     return (
         f"{r['flips']} damaged objects in a shared Valkey: {r['detected']} detected, {r['served_wrong']} served, "
@@ -116,6 +120,7 @@ ATTACKS: Mapping[str, Sentence] = {
     "restarts.json": _restarts,
     "power_loss.json": _power_loss,
     "bit_rot.json": _bit_rot,
+    "bit_rot_encrypted.json": _bit_rot_encrypted,
     "bit_rot_remote.json": _bit_rot_remote,
     "client_deaths.json": _client_deaths,
     "faults.json": _faults,

@@ -33,7 +33,7 @@ def _vllm_codecs(r: Figures) -> str:
     def compared(each: Figures) -> str:
         return (
             f"{each['differing_tokens']} of {each['tokens']} tokens differ with `{each['codec']}` "
-            f"({each['size']:.2f} of the bytes)"
+            f"({each['differing_answers']} of {each['answers']} answers, {each['size']:.2f} of the bytes)"
         )
 
     return (

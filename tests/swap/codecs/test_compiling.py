@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from prefixd_swap.codecs.kernels import compiling
 from prefixd_swap.codecs.warm_up import WarmUp
 from prefixd_swap.errors import UnavailableCodecError
 from tests.waiting import WAIT_S
@@ -56,6 +57,36 @@ def test_codecs_work_where_the_folder_is_full(tmp_path: Path) -> None:
         "IndexDataCacheFile.save = refuse\n"
     )
     assert run(refuse + WARM, tmp_path) == "done\n"
+
+
+def test_a_function_that_cannot_be_compiled_is_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above, that is a block without its codec, or one that cannot be read now: neither ends a daemon nor drops it."""
+    errors: list[Exception] = []
+
+    def add(number: int) -> int:
+        return number + 1
+
+    def refuse(function: Any, **_: Any) -> Any:
+        def kernel(number: int) -> int:
+            if errors:
+                raise errors.pop(0)
+            return int(function(number))
+
+        return kernel
+
+    monkeypatch.setattr("numba.njit", refuse)
+    monkeypatch.setattr(compiling, "_refused", threading.Event())
+    call = compiling.compiled()(add)
+    errors.append(AttributeError("a defect"))
+    with pytest.raises(AttributeError, match="a defect"):
+        call(1)
+    errors += [OSError(24, "Too many open files"), ImportError("half of it")]
+    with pytest.raises(MemoryError, match="cannot be compiled now: ImportError"):
+        call(1)
+    errors += [AttributeError("half of it"), AttributeError("half of it")]
+    with pytest.raises(MemoryError, match="half of it"):
+        call(1)
+    assert call(1) == 2
 
 
 def test_exact_needs_nothing_and_an_unknown_codec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

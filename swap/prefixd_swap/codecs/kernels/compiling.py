@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,12 +11,17 @@ import numba
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
+_refused = threading.Event()
+"""Set once the system has refused a file. numba imports modules when it first compiles; what it has half of fails in
+any way from then on."""
+
 
 def compiled(*, reorders: bool = False) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
     """A decorator: compiles a function at its first call, and keeps the code beside its file or in NUMBA_CACHE_DIR.
 
     Where neither can be written, each process compiles for itself. Floating point is computed as it is
-    written, so that every machine makes the same bytes, unless `reorders` allows sums in another order.
+    written, so that every machine makes the same bytes, unless `reorders` allows sums in another order. A function that
+    cannot be compiled for want of descriptors raises MemoryError.
     """
     fast: set[str] | bool = {"reassoc", "nsz"} if reorders else False
 
@@ -28,8 +34,15 @@ def compiled(*, reorders: bool = False) -> Callable[[Callable[_Params, _Result]]
         def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
             try:
                 result: _Result = kernel(*args, **kwargs)
-            except OSError:  # the folder is full or gone; numba has the code in memory before it writes it
-                result = kernel(*args, **kwargs)
+            except Exception as error:
+                if isinstance(error, OSError):
+                    _refused.set()
+                if not _refused.is_set():
+                    raise
+                try:  # numba has the code in memory before it writes it to a folder that is full or gone
+                    result = kernel(*args, **kwargs)
+                except Exception as again:
+                    raise MemoryError(f"a codec cannot be compiled now: {again!r}") from again
             return result
 
         return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
@@ -27,6 +28,11 @@ class LayerErrors:
     """The largest difference of a number."""
     rms: Float32s
     """The root mean square of the differences."""
+
+
+cut_short = threading.Event()
+"""Set once the system has refused a file or memory while a codec was loaded or compiled: what numba has half of its
+modules fails in any way from then on."""
 
 
 class Refused(Enum):

@@ -6,7 +6,7 @@ import os
 import threading
 from functools import cache
 
-from prefixd_swap.codecs.codec import Codec
+from prefixd_swap.codecs.codec import Codec, cut_short
 from prefixd_swap.codecs.exact import ExactCodec
 from prefixd_swap.errors import CodecShortageError, UnavailableCodecError
 
@@ -16,8 +16,6 @@ NAMES = {number: name for name, number in CODECS.items()}
 
 _importing = threading.Lock()
 """numba's modules import each other: threads that import them at once find halves of them."""
-_cut_short = threading.Event()
-"""Set once an import has failed for want of memory or descriptors."""
 _DESCRIPTORS = 8
 """More than an import has open at a time."""
 
@@ -42,7 +40,7 @@ def find_codec(codec: str | int) -> Codec:
     except (OSError, MemoryError) as error:
         raise CodecShortageError(f"codec {name} cannot be loaded now ({error}); it is tried again") from error
     except Exception as error:
-        if _cut_short.is_set():
+        if cut_short.is_set():
             raise CodecShortageError(
                 f"codec {name} was cut short while it was loaded, and what is left of it cannot be used ({error}); "
                 "start the process again"
@@ -64,7 +62,7 @@ def _load(name: str) -> Codec:
 
         return Int8Codec() if name == "int8" else K8V4Codec()
     except (OSError, MemoryError):
-        _cut_short.set()
+        cut_short.set()
         raise
 
 

@@ -75,7 +75,7 @@ def test_a_function_that_cannot_be_compiled_is_a_shortage(monkeypatch: pytest.Mo
         return kernel
 
     monkeypatch.setattr("numba.njit", refuse)
-    monkeypatch.setattr(compiling, "_refused", threading.Event())
+    monkeypatch.setattr(compiling, "cut_short", threading.Event())
     call = compiling.compiled()(add)
     errors.append(AttributeError("a defect"))
     with pytest.raises(AttributeError, match="a defect"):

@@ -76,7 +76,7 @@ def failing_imports(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
 
     really = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", refuse)
-    monkeypatch.setattr(registry, "_cut_short", threading.Event())
+    monkeypatch.setattr(registry, "cut_short", threading.Event())
     find_codec.cache_clear()
     return errors
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numba
 
+from prefixd_swap.codecs.codec import cut_short
+
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
-
-_refused = threading.Event()
-"""Set once the system has refused a file. numba imports modules when it first compiles; what it has half of fails in
-any way from then on."""
 
 
 def compiled(*, reorders: bool = False) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
@@ -36,8 +33,8 @@ def compiled(*, reorders: bool = False) -> Callable[[Callable[_Params, _Result]]
                 result: _Result = kernel(*args, **kwargs)
             except Exception as error:
                 if isinstance(error, OSError):
-                    _refused.set()
-                if not _refused.is_set():
+                    cut_short.set()
+                if not cut_short.is_set():
                     raise
                 try:  # numba has the code in memory before it writes it to a folder that is full or gone
                     result = kernel(*args, **kwargs)

@@ -56,7 +56,7 @@ class UnavailableCodecError(StorageError):
 
 
 class CodecShortageError(UnavailableCodecError):
-    """The system has no descriptors or memory to load a codec now; try again later."""
+    """The system has no descriptors or memory to load a codec, or had none in the middle of it."""
 
 
 class ChecksumError(StorageError):

@@ -1,4 +1,4 @@
-"""Thread pools that start all their threads before the first job.
+"""Thread pools that start all their threads before the first job, and waits for their jobs.
 
 `ThreadPoolExecutor.submit` starts a thread when none is idle. If the system refuses the thread, `submit` raises
 RuntimeError but keeps the job: another thread may still run it, although the caller was told that it failed. So a pool
@@ -7,9 +7,10 @@ that copies into memory, or that a background task relies on, has all its thread
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from prefixd_swap.errors import OutOfMemoryError
 
@@ -50,3 +51,21 @@ def started_threads(count: int, name: str, initializer: Callable[[], object] | N
         pool.shutdown()
         raise failures[0]
     return pool
+
+
+async def wait_all(futures: Sequence[Future[None]]) -> None:
+    """Wait until all have ended, even when cancelled meanwhile; then raise the cancellation or the first error."""
+    pending: set[asyncio.Future[None]] = {asyncio.wrap_future(future) for future in futures}
+    waited = list(pending)
+    cancelled: asyncio.CancelledError | None = None
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            pending = {future for future in pending if not future.done()}
+    errors = [error for error in (future.exception() for future in waited) if error is not None]
+    if cancelled is not None:
+        raise cancelled
+    if errors:
+        raise errors[0]

@@ -31,8 +31,8 @@ class LayerErrors:
 
 
 cut_short = threading.Event()
-"""Set once the system has refused a file or memory while a codec was loaded or compiled: what numba has half of its
-modules fails in any way from then on."""
+"""Set once the system has refused files or memory while a codec was imported or compiled: what has half of its modules
+fails in any way from then on."""
 
 
 class Refused(Enum):

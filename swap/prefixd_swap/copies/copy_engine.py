@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import itertools
 import os
@@ -22,7 +21,7 @@ from prefixd_swap.copies.pinning import pieces
 from prefixd_swap.copies.row_columns import RowColumns
 from prefixd_swap.copies.strided_copies import Rows, StridedCopies
 from prefixd_swap.errors import MemoryMisuseError, SwapError
-from prefixd_swap.threads import started_threads
+from prefixd_swap.threads import started_threads, wait_all
 from prefixd_swap.vmem.backends.cuda_driver import CudaDevice, cuda_ordinal, open_device, register_host, unregister_host
 
 __all__ = [
@@ -318,21 +317,3 @@ def _rows_at(address: int, columns: RowColumns, pitch: int) -> npt.NDArray[np.ui
 def _move(task: list[tuple[int, int, int]]) -> None:
     for destination, source, nbytes in task:
         ctypes.memmove(destination, source, nbytes)
-
-
-async def wait_all(futures: Sequence[Future[None]]) -> None:
-    """Wait until all have ended, even when cancelled meanwhile; then raise the cancellation or the first error."""
-    pending: set[asyncio.Future[None]] = {asyncio.wrap_future(future) for future in futures}
-    waited = list(pending)
-    cancelled: asyncio.CancelledError | None = None
-    while pending:
-        try:
-            _, pending = await asyncio.wait(pending)
-        except asyncio.CancelledError as error:
-            cancelled = error
-            pending = {future for future in pending if not future.done()}
-    errors = [error for error in (future.exception() for future in waited) if error is not None]
-    if cancelled is not None:
-        raise cancelled
-    if errors:
-        raise errors[0]

@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from prefixd_swap.copies.copy_engine import StreamMark, wait_all
+from prefixd_swap.copies.copy_engine import StreamMark
 from prefixd_swap.copies.kernel_check import check_kernel
 from prefixd_swap.copies.page_kernel import PageKernel
 from prefixd_swap.copies.page_runs import NO_BLOCK, Ids, PackedPages
 from prefixd_swap.copies.strided_copies import Rows, StridedCopies, evenly_spaced
 from prefixd_swap.errors import MemoryMisuseError, SwapError
-from prefixd_swap.threads import started_threads
+from prefixd_swap.threads import started_threads, wait_all
 from prefixd_swap.vmem.backends.cuda import CudaMemory
 from prefixd_swap.vmem.backends.cuda_driver import CudaDevice, open_device, register_host, unregister_host
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+from numba.core.registry import cpu_target
 
 from prefixd_swap.codecs.codec import cut_short
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
+
+# numba would import the rest of its modules when it first compiles. It does so here, where the codecs are imported, so
+# that a process that runs out of descriptors has either all of it or no codec (`registry.py`).
+cpu_target.typing_context.refresh()
+cpu_target.target_context.refresh()
 
 
 def compiled(*, reorders: bool = False) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
@@ -30,17 +36,17 @@ def compiled(*, reorders: bool = False) -> Callable[[Callable[_Params, _Result]]
 
         def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
             try:
-                result: _Result = kernel(*args, **kwargs)
-            except Exception as error:
-                if isinstance(error, OSError):
-                    cut_short.set()
+                return cast("_Result", kernel(*args, **kwargs))
+            except OSError:  # numba has the code in memory before it writes it to a folder that is full or gone
+                pass
+            except Exception:
                 if not cut_short.is_set():
                     raise
-                try:  # numba has the code in memory before it writes it to a folder that is full or gone
-                    result = kernel(*args, **kwargs)
-                except Exception as again:
-                    raise MemoryError(f"a codec cannot be compiled now: {again!r}") from again
-            return result
+            try:
+                return cast("_Result", kernel(*args, **kwargs))
+            except Exception as error:
+                cut_short.set()
+                raise MemoryError(f"a codec cannot be compiled now: {error!r}") from error
 
         return call
 

@@ -6,14 +6,13 @@ pack:     kernels   | fill half 0  | fill half 1  |              | fill half 0  
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from prefixd_swap.threads import started_threads
+from prefixd_swap.threads import started_threads, wait_all
 
 _ALIGNED = 256
 
@@ -46,16 +45,7 @@ class StagedMoves:
 
     async def run(self, work: Callable[[], None]) -> None:
         """Runs `work` in the thread; returns or raises when it has ended, also when cancelled meanwhile."""
-        done = asyncio.wrap_future(self._pool.submit(work))
-        cancelled: asyncio.CancelledError | None = None
-        while not done.done():
-            try:
-                await asyncio.wait([done])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        error_of_work = done.exception()
-        if (error_raised := cancelled or error_of_work) is not None:
-            raise error_raised
+        await wait_all([self._pool.submit(work)])
 
     def move(self, parts: int, nbytes: int, first: Stage, second: Stage, *, kernels_first: bool) -> None:
         """Runs two stages for each half of parts, of `nbytes` each in staging; returns or raises when both have ended.

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from prefixd_swap import SlabStore
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.index.index import SlabIndex
-from prefixd_swap.slab.index.lmdb_file import newest_meta, nodes, read_trees, tree_entries
+from prefixd_swap.slab.index.lmdb_file import Pread, newest_meta, nodes, read_trees, tree_entries
 from prefixd_swap.slab.index.page_check import check_pages
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -131,6 +131,17 @@ def test_a_file_that_ends_before_pages_that_are_free_is_whole(tmp_path: Path) ->
     index.close()
 
 
+def counted() -> tuple[list[int], Pread]:
+    """The bytes that each read asks for, and how to read."""
+    asked: list[int] = []
+
+    def reading(fd: int, buffer: memoryview, offset: int) -> int:
+        asked.append(len(buffer))
+        return pread(fd, buffer, offset)
+
+    return asked, reading
+
+
 def dies_of_sigbus(path: Path) -> bool:
     done = subprocess.run([sys.executable, "-c", READ_ALL, str(path)], check=False, capture_output=True)
     assert done.returncode in (0, -signal.SIGBUS), done.stderr
@@ -214,12 +225,7 @@ def test_a_node_that_claims_more_than_its_run_has_is_left_out(tmp_path: Path, cl
     else:
         content[at : at + 4] = claimed.to_bytes(4, "little")
     (path / "data.mdb").write_bytes(content)
-    asked = []
-
-    def reading(fd: int, buffer: memoryview, offset: int) -> int:
-        asked.append(len(buffer))
-        return pread(fd, buffer, offset)
-
+    asked, reading = counted()
     fd = os.open(path / "data.mdb", os.O_RDONLY)
     try:
         page_bytes, trees = read_trees(fd, reading)
@@ -511,12 +517,7 @@ def test_no_more_is_read_of_a_run_than_it_has(tmp_path: Path) -> None:
     assert int.from_bytes(content[at : at + 4], "little") == 100_000
     content[at + 2] |= 1 << 6  # 4 MiB more
     (path / "data.mdb").write_bytes(content)
-    asked = []
-
-    def reading(fd: int, buffer: memoryview, offset: int) -> int:
-        asked.append(len(buffer))
-        return pread(fd, buffer, offset)
-
+    asked, reading = counted()
     fd = os.open(path / "data.mdb", os.O_RDONLY)
     try:
         assert "is damaged" in check_pages(fd, reading, len(content))

@@ -88,7 +88,7 @@ def _check_directory(name: str, path: Path) -> None:
     if not nearest.is_dir():
         raise ConfigError(f"{name} = {path}: {nearest} is not a directory; remove it or choose another path")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        other = "set XDG_RUNTIME_DIR, or " if nearest == Path("/tmp") else ""
+        other = "set XDG_RUNTIME_DIR, or " if name == "server.socket" and nearest.is_relative_to("/tmp") else ""
         raise ConfigError(f"{name} = {path}: {nearest} cannot be written to; {other}choose another path")
 
 

@@ -28,6 +28,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.address = address
         self.requests: list[Any] = []
         self.failure: tuple[grpc.StatusCode, str] | None = None
+        self.fails_after = 0  # calls that are answered before it
         self.answers = True  # errors are marked as a daemon's own
         self.damage = False
         self.set_aside = False
@@ -49,7 +50,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
     def _note(self, request: Any, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
         self.asked.set()
-        if self.failure is not None:
+        if self.failure is not None and len(self.requests) > self.fails_after:
             if self.answers:
                 context.set_trailing_metadata((("prefixd-answered", "yes"),))
             context.abort(*self.failure)

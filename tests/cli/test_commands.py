@@ -365,17 +365,12 @@ def test_degraded_parts_are_the_first_that_stats_shows(cli: Cli, daemon: Any) ->
 
 
 def test_stats_again_and_again(cli: Cli, daemon: Any) -> None:
-    def fail_later() -> None:
-        daemon.failure = grpc.StatusCode.UNAVAILABLE, "the daemon ends"
-
-    timer = threading.Timer(0.5, fail_later)
-    timer.start()
+    daemon.failure, daemon.fails_after = (grpc.StatusCode.UNAVAILABLE, "the daemon ends"), 3
     result = cli("stats", "--watch", "0.1", "--json", "--address", daemon.address)
-    timer.join()
     assert result.exit_code == 1
     *lines, last = [json.loads(line) for line in result.stdout.splitlines()]
     assert last["error"]["status"] == "UNAVAILABLE"
-    assert len(lines) > 1 and all(line["version"] == "0.1.0" for line in lines)
+    assert len(lines) == 3 and all(line["version"] == "0.1.0" for line in lines)
     refused = cli("stats", "5", "--address", daemon.address)
     assert refused.exit_code == 2 and "prefixd stats --watch 5" in refused.stderr
 

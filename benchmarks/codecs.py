@@ -20,7 +20,9 @@ with int8_loaded than with exact_loaded, at the worst point at which the disk de
 the noise, its lower quartile above the upper one of exact; 0.
 tokens: greedy answers of the daemon's own worker with SmolLM2-135M behind prefixes from disk, after an eviction and
 after a restart, against those behind computed ones: exact and lossless must not differ. Of int8 and k8v4 the shares
-of answers that differ at all, and of tokens that differ, all after the first one among them.
+of answers that differ at all, and of tokens that differ, all after the first one among them. control_*: the same
+shares without any cache, where the prompts are computed in steps of control_step_tokens instead of at once: in
+bfloat16 many next tokens are equally likely, and sums in another order are enough for another answer.
 """
 
 from __future__ import annotations
@@ -98,7 +100,11 @@ def _worker_tokens(options: harness.Options) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="prefixd-") as folder,
         harness.progress("codecs", len(worker_tokens.CODECS)) as step,
     ):
-        return {"worker_tokens": worker_tokens.measure_tokens(served, Path(folder), step=step)}
+        control = worker_tokens.measure_in_steps(served, Path(folder), prefix // 2)
+        return {
+            "worker_tokens": worker_tokens.measure_tokens(served, Path(folder), step=step),
+            **{f"control_{name}": value for name, value in control.items()},
+        }
 
 
 _PARTS: Mapping[str, Callable[[harness.Options], dict[str, Any]]] = {

@@ -12,18 +12,18 @@ import pytest
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from benchmarks.engines.vllm_engine import EngineFailed
+from benchmarks.engines.vllm_engine import EngineFailed, EngineRequest
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.integrations.vllm.coded_groups import paged_layers
 from tests.integrations.vllm import test_part_shapes as stand_ins
 from tests.integrations.vllm.test_coded_groups import engine_pages, numbers_of
 from tests.vllm import test_part_shapes as shapes
-from tests.vllm.served import NewRequests, StartEngine, always, cacheable, run
+from tests.vllm.served import NewRequests, StartEngine, always, cacheable, make_prompt, run
 from tests.vllm.test_codecs import from_disk
 
 PLAIN = "benchmarks.engines.vllm_plain_pages"
-LENGTHS = (200, 129, 97)
+LENGTHS = (200, 129, 97, 180, 145, 113)
 
 
 def transfer(daemon: DaemonProcess, **options: Any) -> dict[str, Any]:
@@ -64,12 +64,13 @@ def test_an_engine_whose_pages_cannot_be_coded_does_not_start(
 def test_loaded_prefixes_are_what_the_daemons_codec_makes_of_them(
     made_by: str, llama: Path, daemon: DaemonProcess, make_engine: StartEngine, new_requests: NewRequests
 ) -> None:
-    """The same tokens as with `int8` on the daemon's disk: keys and values have the same bits."""
+    """The same tokens as with `int8` on the daemon's disk: keys and values have the same bits. The prompts are the same
+    in every run, and many: behind altered blocks some have other answers."""
     if made_by == "kernels" and (
         os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None
     ):
         pytest.skip("needs Triton, and TRITON_INTERPRET=1")
-    requests = new_requests(*LENGTHS)
+    requests = [EngineRequest(make_prompt(10_000 + length, length), 24) for length in LENGTHS]
     with make_engine(llama, None, kv_transfer=transfer(daemon, codec="int8"), dtype="bfloat16") as engine:
         (probe,) = new_requests(200)
         run(engine, [probe])

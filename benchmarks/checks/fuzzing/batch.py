@@ -21,6 +21,7 @@ from benchmarks.checks.fuzzing.statuses import Method
 from benchmarks.load.world import NAMESPACES
 from prefixd.base.codec_names import CODEC_NAMES
 from prefixd.base.tenancy.tenants import Role
+from prefixd.server.rpc.sockets.listeners import MESSAGE_BYTES
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 BLOCK_TOKENS, PART_BYTES = 4, (96, 32)
@@ -393,6 +394,8 @@ class Batch:
         findings.by_method[f"{method.service.rpartition('.')[2]}.{method.name}"] += 1
         findings.by_kind[kind] += 1
         allowed = self._statuses(method, kind) | {LOST}
+        if max(map(len, raws), default=0) > MESSAGE_BYTES:
+            allowed |= {"RESOURCE_EXHAUSTED"}
         if answer.status == "RESOURCE_EXHAUSTED" and _TOO_MANY_CALLS in answer.details:  # a tenant's quota
             return
         if answer.status not in allowed:

@@ -149,10 +149,10 @@ async def test_breaches_are_found(tmp_path: Path) -> None:
 async def test_what_a_role_may_use_and_what_it_must_be_refused(tmp_path: Path) -> None:
     methods = {f"{method.service.rpartition('.')[2]}.{method.name}": method for method in all_methods()}
 
-    async def unexpected(role: Role, method: str, kind: str, status: str, details: str = "") -> bool:
+    async def unexpected(role: Role, method: str, kind: str, status: str, details: str = "", sent: bytes = b"") -> bool:
         findings = Findings(seed=5)
         batch = Batch(Caller(f"unix:{tmp_path}/none", role), 0, all_methods(), findings)
-        batch._count(methods[method], kind, 0, [b""], Answer(status, details, []))
+        batch._count(methods[method], kind, 0, [sent], Answer(status, details, []))
         return bool(findings.unexpected)
 
     for role, method, right, wrong in (
@@ -167,6 +167,9 @@ async def test_what_a_role_may_use_and_what_it_must_be_refused(tmp_path: Path) -
         assert await unexpected(role, method, "valid", wrong)
     many = "4 of 4 calls are under way"
     assert not await unexpected(Role.CLIENT, "PrefixCache.Match", "valid", "RESOURCE_EXHAUSTED", many)
+    limit = bytes(16 << 20)
+    assert await unexpected(Role.CLIENT, "PrefixCache.Match", "wild", "RESOURCE_EXHAUSTED", sent=limit)
+    assert not await unexpected(Role.CLIENT, "PrefixCache.Match", "wild", "RESOURCE_EXHAUSTED", sent=limit + b"1")
     assert await unexpected(Role.ADMIN, "Admin.Stats", "credentials", "OK")
     assert not await unexpected(Role.ADMIN, "Admin.Stats", "credentials", "UNAUTHENTICATED")
     assert not await unexpected(Role.ADMIN, "Health.Check", "credentials", "OK")

@@ -31,7 +31,7 @@ async def stub(cache_server: grpc.aio.Server, tmp_path: Path) -> AsyncIterator[A
 
 
 def test_the_largest_answers_fit_into_a_message() -> None:
-    limit = listeners._MESSAGE_BYTES - ROOM
+    limit = listeners.MESSAGE_BYTES - ROOM
     largest = [2**64 - 1] * cache_service._GRANTED_PARTS
     assert pb.AcquireResponse(offsets=largest).ByteSize() <= limit
     assert pb.ReserveResponse(offsets=largest).ByteSize() <= limit

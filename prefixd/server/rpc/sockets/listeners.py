@@ -28,14 +28,15 @@ from prefixd.settings import MEMORY_SOCKET_SUFFIX, Settings
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 16 << 20
+MESSAGE_BYTES = 16 << 20
+"""The most of one message; gRPC refuses a longer one with RESOURCE_EXHAUSTED."""
 _ENDING = 64
 """Calls of Generate beside those that wait and run: the daemon is reading their text or sending their answer."""
 _LATE_S = 5.0
 """Time for connections to close when the daemon ends, after the time that calls have to finish."""
 _OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_frame_size", 1 << 20),
     # A prompt of 131,072 tokens is 512 KiB, which must arrive without a pause. A larger window would let each waiting

@@ -88,7 +88,7 @@ def read_part(encoded: UInt8s, shape: PartShape, wide: bool) -> Float32s:
 def assert_decoded_alike(codec: QuantizedCodec, encoded: UInt8s, shape: PartShape) -> None:
     around = np.full(shape.nbytes + 128, 0xA5, np.uint8)
     codec.decode(encoded, shape, around[64:-64])
-    largest = 65504.0 if shape.dtype == "float16" else 3.3895314e38
+    largest = {"bfloat16": 3.3895314e38, "float16": 65504.0, "float32": 3.4028235e38}[shape.dtype]
     numbers = np.clip(read_part(encoded, shape, codec.wide_values), -largest, largest)
     np.testing.assert_array_equal(around[64:-64], parts.to_bytes(numbers, shape))
     assert (around[:64] == 0xA5).all() and (around[-64:] == 0xA5).all()
@@ -126,4 +126,23 @@ def test_any_bytes_are_decoded_as_documented_and_nothing_else_is_written(
         tile[key_bytes + 1] %= 12
         if seed % 2 and not codec.wide_values:
             tile[key_bytes + 2 + 2 * tokens * 3 :][:2] = (seed, 0)  # else the fine token is none of the part's
+    assert_decoded_alike(codec, encoded, shape)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize(("dtype", "steps"), [("bfloat16", 0xF6F), ("float16", 0x86F), ("float32", 0xF6F)])
+@pytest.mark.parametrize("above", [0, 1, 16, 100])
+def test_products_about_the_largest_number_are_decoded_as_documented(
+    codec: QuantizedCodec, dtype: str, steps: int, above: int
+) -> None:
+    """Up to `steps` 256 scales are no more than the largest number; kernels then do not look for larger products."""
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    encoded = np.random.default_rng(above).choice(np.array([0x80, 0x88, 0x7F], np.uint8), codec.encoded_nbytes(shape))
+    tokens, channels = shape.tokens, shape.channels
+    key_bytes = 2 + channels + (channels + 1) // 2 + tokens * channels
+    scales = tokens if codec.wide_values else 3 * tokens
+    for tile in encoded.reshape(shape.layers * shape.heads, -1):
+        for start, count in ((0, channels), (key_bytes, scales)):
+            tile[start : start + 2] = np.array([steps + above - 255], "<u2").view(np.uint8)
+            tile[start + 2 : start + 2 + count] = 255 - np.arange(count) % 3
     assert_decoded_alike(codec, encoded, shape)

@@ -4,7 +4,7 @@ numba's processor target has neither bfloat16 nor float16 arithmetic, and intege
 the type of its words, which says what they are (`WORDS`). Results do not depend on whether the thread flushes denormal
 numbers to zero, but for those that are denormal as float32.
 
-`float_of`, `bits_of`, `read_bits` and `write_bits` exist in kernels only.
+`float_of`, `bits_of`, `read_bits`, `write_bits` and `largest_bits` exist in kernels only.
 """
 
 from __future__ import annotations
@@ -54,9 +54,17 @@ def read_bits(word: Any) -> Any:
     raise NotImplementedError(word)
 
 
-def write_bits(words: Any, index: int, bits: Any) -> None:
-    """Makes the bits of a float32 a number of an array; one too large becomes the largest of the dtype."""
-    raise NotImplementedError(words, index, bits)
+def write_bits(words: Any, index: int, bits: Any, fits: bool) -> None:
+    """Makes the bits of a float32 a number of an array; one too large becomes the largest of the dtype.
+
+    `fits`: it is none of these, nor of any other turn of the loop; which then takes two thirds of the time.
+    """
+    raise NotImplementedError(words, index, bits, fits)
+
+
+def largest_bits(words: Any) -> Any:
+    """The largest number of an array's dtype, as the bits of a float32."""
+    raise NotImplementedError(words)
 
 
 @overload(read_bits)
@@ -79,23 +87,36 @@ def _read_bits(word: Any) -> Callable[..., Any]:
     return {types.uint16: from_bfloat16, types.int16: from_float16, types.uint32: from_float32}[word]
 
 
-@overload(write_bits)
-def _write_bits(words: Any, index: Any, bits: Any) -> Callable[..., None]:
-    def to_bfloat16(words: Any, index: Any, bits: Any) -> None:
-        magnitude = min(bits & MAGNITUDE, _LARGEST_BFLOAT16)
-        odd = (magnitude >> np.uint32(16)) & np.uint32(1)
-        rounded = (magnitude + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-        words[index] = rounded | ((bits & _SIGN) >> np.uint32(16))
+@overload(largest_bits)
+def _largest_bits(words: Any) -> Callable[..., Any]:
+    largest = {types.uint16: _LARGEST_BFLOAT16, types.int16: _LARGEST_FLOAT16, types.uint32: _LARGEST_FLOAT32}
+    bits = largest[words.dtype]
 
-    def to_float16(words: Any, index: Any, bits: Any) -> None:
-        magnitude = min(bits & MAGNITUDE, _LARGEST_FLOAT16)
+    def find(words: Any) -> Any:
+        return bits
+
+    return find
+
+
+@overload(write_bits)
+def _write_bits(words: Any, index: Any, bits: Any, fits: Any) -> Callable[..., None]:
+    def to_bfloat16(words: Any, index: Any, bits: Any, fits: Any) -> None:
+        if not fits:
+            bits = min(bits & MAGNITUDE, _LARGEST_BFLOAT16) | (bits & _SIGN)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        words[index] = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+
+    def to_float16(words: Any, index: Any, bits: Any, fits: Any) -> None:
+        magnitude = bits & MAGNITUDE
+        if not fits:
+            magnitude = min(magnitude, _LARGEST_FLOAT16)
         odd = (magnitude >> np.uint32(13)) & np.uint32(1)
         normal = (magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
         small = bits_of(float_of(magnitude) + np.float32(0.5)) - np.uint32(0x3F000000)  # the sum is rounded to 2**-24
         rounded = small if magnitude < np.uint32(0x38800000) else normal
         words[index] = rounded | ((bits & _SIGN) >> np.uint32(16))
 
-    def to_float32(words: Any, index: Any, bits: Any) -> None:
-        words[index] = min(bits & MAGNITUDE, _LARGEST_FLOAT32) | (bits & _SIGN)
+    def to_float32(words: Any, index: Any, bits: Any, fits: Any) -> None:
+        words[index] = bits if fits else min(bits & MAGNITUDE, _LARGEST_FLOAT32) | (bits & _SIGN)
 
     return {types.uint16: to_bfloat16, types.int16: to_float16, types.uint32: to_float32}[words.dtype]

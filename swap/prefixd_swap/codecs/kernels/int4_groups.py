@@ -123,14 +123,16 @@ def encode_groups(tile: Any, group: int, lows: Any, highs: Any, needed: Any, inv
 
 
 @numba.njit
-def decode_row(encoded: Any, group: int, token: int, scales: Any, numbers: Any, words: Any, start: int) -> None:
+def decode_row(
+    encoded: Any, group: int, token: int, scales: Any, fit: bool, numbers: Any, words: Any, start: int
+) -> None:
     """Writes a row of a tile as consecutive numbers of `words` from `start` on.
 
     Args:
         encoded: the tile, and nothing else.
         group: channels with one scale.
         token: the row.
-        scales: those of the tile, as `read_scales` gives them.
+        scales, fit: those of the tile, as `read_scales` gives them.
         numbers: [channels] bytes, which it overwrites.
         words: as for `encode_part`.
         start: the place of the row's first number.
@@ -155,4 +157,4 @@ def decode_row(encoded: Any, group: int, token: int, scales: Any, numbers: Any, 
         some = numbers[number * group : (number + 1) * group]
         target = words[start + number * group : start + number * group + some.size]
         for i in range(some.size):
-            write_bits(target, i, bits_of(np.float32(np.int32(np.int32(np.int8(some[i])) + center)) * scale))
+            write_bits(target, i, bits_of(np.float32(np.int32(np.int32(np.int8(some[i])) + center)) * scale), fit)

@@ -44,20 +44,23 @@ def _load_tile(words: Any, start: int, stride: int, tile: Any) -> None:
 
 
 @numba.njit
-def _store_around(numbers: Any, scales: Any, centers: Any, words: Any, start: int) -> None:
-    """As `_store_products`, of numbers around `centers`, which are in scales."""
+def _store_around(numbers: Any, scales: Any, centers: Any, fit: bool, words: Any, start: int) -> None:
+    """As `_store_products`, of numbers around `centers`, which are in scales; each has a scale of its own."""
     target = words[start : start + numbers.size]
     for i in range(numbers.size):
         number = np.float32(np.int32(np.int8(numbers[i])) + centers[i])
-        write_bits(target, i, bits_of(number * scales[i]))
+        write_bits(target, i, bits_of(number * scales[i]), fit)
 
 
 @numba.njit
-def _store_products(numbers: Any, scales: Any, words: Any, start: int) -> None:
-    """Writes `numbers` (int8, one byte each) times `scales` as consecutive numbers from `start` on."""
+def _store_products(numbers: Any, scale: Any, fit: bool, words: Any, start: int) -> None:
+    """Writes `numbers` (int8, one byte each) times `scale` as consecutive numbers from `start` on.
+
+    `fit`: as `read_scales` says.
+    """
     target = words[start : start + numbers.size]
     for i in range(numbers.size):
-        write_bits(target, i, bits_of(np.float32(np.int8(numbers[i])) * scales[i]))
+        write_bits(target, i, bits_of(np.float32(np.int8(numbers[i])) * scale), fit)
 
 
 @numba.njit
@@ -198,30 +201,29 @@ def decode_part(encoded: Any, sizes: Any, strides: Any, group: int, wide: bool, 
     groups = tokens * (1 if wide else (channels + group - 1) // group)
     key_scales, value_scales = np.empty(channels, np.float32), np.empty(groups, np.float32)
     centers = np.empty(channels, np.int32)
-    row, row_scales = np.empty(channels, np.uint8), np.empty(channels, np.float32)
+    row = np.empty(channels, np.uint8)
     value_bytes = _value_bytes(tokens, channels, group, wide)
     at = 0
     for layer in range(layers):
         for head in range(heads):
             start = layer * strides[0] + head * strides[3]
-            read_scales(encoded[at:], key_scales)
+            fit = read_scales(encoded[at:], key_scales, words)
             at += BASE_BYTES + channels
             _unpack(encoded[at : at + (channels + 1) // 2], row)
             for i in range(channels):
                 centers[i] = np.int32(np.int8(row[i])) * 16
             at += (channels + 1) // 2
             for token in range(tokens):
-                _store_around(encoded[at : at + channels], key_scales, centers, words, start + token * strides[2])
+                _store_around(encoded[at : at + channels], key_scales, centers, fit, words, start + token * strides[2])
                 at += channels
             start += strides[1]
             tile = encoded[at : at + value_bytes]
-            read_scales(tile, value_scales)
+            fit = read_scales(tile, value_scales, words)
             for token in range(tokens):
                 if wide:
-                    row_scales[:] = value_scales[token]
                     first = BASE_BYTES + tokens + token * channels
                     numbers = tile[first : first + channels]
-                    _store_products(numbers, row_scales, words, start + token * strides[2])
+                    _store_products(numbers, value_scales[token], fit, words, start + token * strides[2])
                 else:
-                    decode_row(tile, group, token, value_scales, row, words, start + token * strides[2])
+                    decode_row(tile, group, token, value_scales, fit, row, words, start + token * strides[2])
             at += value_bytes

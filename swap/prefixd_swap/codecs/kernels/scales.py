@@ -15,7 +15,7 @@ from typing import Any, Final
 import numba
 import numpy as np
 
-from prefixd_swap.codecs.kernels.floats import INFINITE, bits_of, float_of
+from prefixd_swap.codecs.kernels.floats import INFINITE, bits_of, float_of, largest_bits
 
 BASE_BYTES: Final = 2
 ROUND: Final = np.float32(12582912.0)  # 1.5 * 2**23: a sum with it is an integer, ties to even, in its lowest bits
@@ -24,6 +24,7 @@ _STEP: Final = np.uint32(19)  # bits of a float32 that a step leaves out
 _REACH: Final = np.uint32(255)
 _LEAST: Final = np.uint32((127 - 100) << 4)  # no scale is below 2**-100, so no product is denormal
 _BYTE: Final = np.uint32(0xFF)
+_BY_256: Final = np.uint32(8 << 23)  # of the exponent of a float32
 
 
 @numba.njit
@@ -55,8 +56,12 @@ def choose_scales(largest: Any, levels: int, up: Any, head: Any, inverses: Any) 
 
 
 @numba.njit
-def read_scales(head: Any, scales: Any) -> None:
-    """The scales of a tile that begins with `head`."""
+def read_scales(head: Any, scales: Any, words: Any) -> bool:
+    """Reads the scales of a tile that begins with `head`; whether 256 of each are a number of the dtype of `words`."""
     base = np.uint32(head[0]) | (np.uint32(head[1]) << np.uint32(8))
+    furthest = np.uint32(0)
     for i in range(scales.size):
         scales[i] = float_of((base + np.uint32(head[BASE_BYTES + i])) << _STEP)
+        furthest = max(furthest, np.uint32(head[BASE_BYTES + i]))
+    fit: bool = base + furthest <= (largest_bits(words) - _BY_256) >> _STEP
+    return fit

@@ -3,7 +3,6 @@
 computed   a fresh daemon computes each prompt and its answer; the GPU tier has room for one of them
 evicted    the same prompts again: their prefixes are on disk only
 restarted  the daemon ends and starts again, and the same prompts are sent once more
-in_steps   no prefix is loaded: another daemon computes the prompts in shorter steps, so sums are rounded otherwise
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from benchmarks.common.harness import BenchmarkError
@@ -88,16 +86,6 @@ def measure_tokens(
     return rows
 
 
-def measure_in_steps(served: Served, folder: Path, step_tokens: int) -> dict[str, Any]:
-    """What differs without a cache: shares of the tokens and answers that are others when the prompts are computed in
-    steps of `step_tokens`. A control for the codecs that alter blocks; arguments as `measure_tokens`."""
-    computed = []
-    for name, steps in (("whole", {}), ("in-steps", {"worker.max_step_tokens": step_tokens})):
-        with _daemon("exact", served, folder / name, steps) as daemon, _client(daemon) as client:
-            computed.append(_answers(client, served, from_disk=False))
-    return {"step_tokens": step_tokens, **compare(*computed)}
-
-
 def violations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs though it must not, in words."""
     return [
@@ -121,23 +109,8 @@ def compare(expected: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) 
 
 def worker_answers(codec: str, served: Served, folder: Path) -> Answers:
     """The answers of a fresh daemon in `folder` with this `disk.codec`; raises as `measure_tokens`."""
-    with _daemon(codec, served, folder) as daemon:
-        with _client(daemon) as client:
-            computed = _answers(client, served, from_disk=False)
-            client.flush()
-            stored = client.stats().stored
-            evicted = _answers(client, served, from_disk=True)
-        daemon.restart()
-        with _client(daemon) as client:
-            restarted = _answers(client, served, from_disk=True)
-    return Answers(computed, evicted, restarted, stored.saved_bytes, stored.blocks["altered"])
-
-
-def _daemon(
-    codec: str, served: Served, folder: Path, more: Mapping[str, object] = MappingProxyType({})
-) -> DaemonProcess:
     blocks = max(len(prompt) + served.answer_tokens for prompt in served.prompts) // BLOCK_TOKENS + 2
-    return DaemonProcess(
+    daemon = DaemonProcess(
         {
             "worker.block_tokens": BLOCK_TOKENS,
             "gpu.device": "cpu",
@@ -147,14 +120,19 @@ def _daemon(
             "scheduler.load": "always",
             "disk.codec": codec,
             **served.settings,
-            **more,
         },
         directory=folder,
     )
-
-
-def _client(daemon: DaemonProcess) -> Client:
-    return Client(daemon.address, memory="streamed")
+    with daemon:
+        with Client(daemon.address, memory="streamed") as client:
+            computed = _answers(client, served, from_disk=False)
+            client.flush()
+            stored = client.stats().stored
+            evicted = _answers(client, served, from_disk=True)
+        daemon.restart()
+        with Client(daemon.address, memory="streamed") as client:
+            restarted = _answers(client, served, from_disk=True)
+    return Answers(computed, evicted, restarted, stored.saved_bytes, stored.blocks["altered"])
 
 
 def _answers(client: Client, served: Served, *, from_disk: bool) -> list[list[int]]:

@@ -103,16 +103,6 @@ def test_tokens_behind_lossless_blocks_are_those_behind_computed_ones(folder: Pa
     assert int8["evicted_tokens_differ"] == int8["restarted_tokens_differ"], "decoded to the same bytes"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "differ"), [("float32", [0.0]), ("bfloat16", [0.0, 0.25, 0.5, 0.75, 1.0])])
-def test_answers_to_prompts_in_shorter_steps(dtype: str, differ: list[float], folder: Path) -> None:
-    """In bfloat16 they may be others."""
-    prompts = [np.random.default_rng(seed).integers(32, 126, 100).tolist() for seed in range(4)]
-    settings = {"worker.embedded": True, "worker.threads": 1, "worker.dtype": dtype}
-    found = worker_tokens.measure_in_steps(Served(settings, BLOCK_BYTES, prompts, 12), folder, 48)
-    assert found["step_tokens"] == 48 and found["answers_differ"] in differ
-
-
 def test_shares_of_differing_tokens_and_answers() -> None:
     assert compare([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == {"tokens_differ": 0.25, "answers_differ": 0.5}
     row = {"codec": "lossless", "evicted_answers_differ": 0.5, "restarted_answers_differ": 0.0}

@@ -4,7 +4,7 @@ numba's processor target has neither bfloat16 nor float16 arithmetic, and intege
 the type of its words, which says what they are (`WORDS`). Results do not depend on whether the thread flushes denormal
 numbers to zero, but for those that are denormal as float32.
 
-`float_of`, `bits_of`, `read_bits`, `write_bits` and `largest_bits` exist in kernels only.
+`float_of`, `bits_of`, `read_bits`, `write_bits`, `largest_bits` and `prefetch` exist in kernels only.
 """
 
 from __future__ import annotations
@@ -47,6 +47,24 @@ float_of: Any = intrinsic(_bits_as_float)
 """The float32 with these bits, a uint32."""
 bits_of: Any = intrinsic(_float_as_bits)
 """The bits of a float32, as a uint32."""
+
+
+def _prefetch(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    words = context.make_array(signature.args[0])(context, builder, args[0])
+    place = builder.bitcast(builder.gep(words.data, [args[1]]), ir.IntType(8).as_pointer())
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
+    builder.call(function, [place, number(1), number(3), number(1)])  # to write, in all caches, data
+    return context.get_dummy_value()
+
+
+def _typed_prefetch(_typing: Any, words: Any, index: Any) -> Any:
+    return types.void(words, index), _prefetch
+
+
+prefetch: Any = intrinsic(_typed_prefetch)
+"""Asks for the cache line of `words[index]`, which is about to be written, wherever that is."""
 
 
 def read_bits(word: Any) -> Any:

@@ -213,7 +213,7 @@ def vars_of(machine: Calibration) -> dict[str, Any]:
     option("--cpu-prefixes", 16, "prefixes that fit into the CPU tier"),
     option("--disk-prefixes", 48, "prefixes that fit into the disk tier"),
     option("--requests", 192, "requests of a round, each with a randomly chosen prefix"),
-    option("--rounds", 3, "the first one comes while the daemon still writes what the warm-up has computed"),
+    option("--rounds", 5, "the first one comes while the daemon still writes what the warm-up has computed"),
     option("--prefix-tokens", 512, "length of a prefix"),
     option("--body-tokens", 32, "length of a body"),
     option("--conversations", 12, "conversations held at once"),

@@ -62,10 +62,15 @@ def _groups(r: Figures) -> str:
 
 
 def _mixed_sizes(r: Figures) -> str:
+    def worst(coded: bool) -> float:
+        pages: list[float] = [run["worst_excess_pages"] for run in r["runs"] if (run["tier"] == "coded") == coded]
+        return max(pages)
+
     return (
         f"Blocks of several sizes in one tier, {r['operations']:,} operations for each of {len(r['runs'])} mixtures "
-        f"and tiers: no operation evicted more than what it needed and {r['worst_excess_pages']:.2f} pages, a full "
-        f"tier stayed at least {r['utilisation']:.1%} full, {r['wrong_bytes']} wrong bytes"
+        f"and tiers: no operation evicted more than what it needed and {worst(coded=False):.2f} pages, a full tier "
+        f"stayed at least {r['utilisation']:.1%} full; a disk tier with a codec {worst(coded=True):.2f} pages, where "
+        f"1 is the aim, and {r['coded_utilisation']:.1%}; {r['wrong_bytes']} wrong bytes"
     )
 
 

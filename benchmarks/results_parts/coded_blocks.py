@@ -23,12 +23,11 @@ def _codecs(r: Figures) -> str:
     precise = row(r["worker_tokens"], codec="int8", dtype="float32")
     return (
         f"Codecs on SmolLM2-135M in bfloat16: {'; '.join(map(measured, ('lossless', 'int8', 'k8v4')))}. In float32, "
-        f"whose likeliest tokens do not tie, `int8` gives {precise['restarted_answers_differ']:.0%} other answers. "
-        f"Where a throttled disk "
-        f"decides, a prefix that is loaded with int8 gives the first token at least {r['int8_gain']:.2f} times as soon "
-        f"as an exact one; where each loads or computes as it finds best, {slowest['gain']['int8']:.2f} times at "
-        f"{slowest['mb_per_s']:g} MB/s and {fastest['gain']['int8']:.2f} times at {fastest['mb_per_s']:g} MB/s, later "
-        f"at {r['later']} of {len(r['first_tokens'])} points"
+        f"whose likeliest tokens seldom tie, `int8` gives {precise['restarted_answers_differ']:.0%} other answers. "
+        f"Where a throttled disk decides, a prefix that is loaded with int8 gives the first token at least "
+        f"{r['int8_gain']:.2f} times as soon as an exact one; where each loads or computes as it finds best, "
+        f"{slowest['gain']['int8']:.2f} times at {slowest['mb_per_s']:g} MB/s and {fastest['gain']['int8']:.2f} times "
+        f"at {fastest['mb_per_s']:g} MB/s, later at {r['later']} of {len(r['first_tokens'])} points"
     )
 
 

@@ -61,6 +61,7 @@ async def find_page_victims(
     choose: Choose,
     for_thread: Callable[[], Choose] | None = None,
     limits: Limits = no_limits,
+    singly: bool = True,
 ) -> list[tuple[Trie, Rows]]:
     """The blocks that must leave a tier to make room for `want` blocks with parts of `sizes` bytes, by trie, children
     before their parents.
@@ -80,13 +81,14 @@ async def find_page_victims(
         choose: the tier's own choice among slots.
         for_thread: returns a choice among the slots as of now for use in a thread; `choose` by default.
         limits: what each tenant may lose.
+        singly: whether `choose` chooses slots of the wanted size one by one.
 
     Raises:
         ExhaustedError: no thread can be started.
     """
 
     def pick(slots: _Slots, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
-        return slots.pick(Counter(map(round_to_slot, sizes)), want, choose)
+        return slots.pick(Counter(map(round_to_slot, sizes)), want, choose, singly)
 
     for attempts_left in reversed(range(_ATTEMPTS)):
         slots = await _read_slots(tries, search, limits())
@@ -164,7 +166,9 @@ class _Slots:
     row_bytes: npt.NDArray[np.int64]
     """All bytes of the slot's block in the tier; set, as the owners, only if there are limits."""
 
-    def pick(self, sizes: Mapping[int, int], want: int, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
+    def pick(
+        self, sizes: Mapping[int, int], want: int, choose: Choose, singly: bool
+    ) -> list[tuple[Trie, Rows, Rows, Rows]]:
         """Chooses the slots to free for `want` blocks; `sizes` is the number of parts by size.
 
         Returns, by trie, the rows, parts and slots.
@@ -172,7 +176,7 @@ class _Slots:
         worth = _worth(self.scores, self.depths, self.priorities)
         evicted = np.zeros(len(self.slots), np.bool_)
         for size, parts in sizes.items():
-            evicted[self._pick_size(size, parts * want, choose, worth, evicted)] = True
+            evicted[self._pick_size(size, parts * want, choose, worth, evicted, singly)] = True
         found = []
         for place, trie in enumerate(self.tries):
             mine = np.flatnonzero(evicted & (self.places == place))
@@ -187,6 +191,7 @@ class _Slots:
         choose: Choose,
         worth: npt.NDArray[np.float64],
         evicted: npt.NDArray[np.bool_],
+        singly: bool,
     ) -> npt.NDArray[np.int64]:
         """The positions of slots to evict for `count` slots of one size, besides those `evicted`."""
         chosen = np.empty(0, np.int64)
@@ -196,7 +201,7 @@ class _Slots:
             allow = None
             if self.left is not None:
                 allow = _Allowance(self, self.left, evicted)
-                may_go = self._affordable(size, worth, may_go, allow.left)
+                may_go = self._affordable(size, worth, may_go, allow.left) if singly else may_go
             victims = choose(size, count, self.slots, worth, may_go, allow)
             chosen = victims.positions
             if victims.slots >= count:

@@ -303,14 +303,15 @@ class Room:
         tier, want = request.tier, request.want
         choose, level = tier.choose_mixed if request.mixed else tier.choose_victims, tier.level
         search = Search(level, self._policy, demotable, request.ahead, self._placement.clock())
-        by_pages = tier.evicts_pages_alone or request.mixed or has_other_sizes(self._tries, level, request.sizes)
+        singly = not (tier.evicts_pages_alone or request.mixed)
+        by_pages = not singly or has_other_sizes(self._tries, level, request.sizes)
         if choose is None or request.own or not by_pages:
             if choose is None and not request.own:
                 want = _blocks_with_as_many_slots(self._tries, level, want * len(request.sizes))
             return await find_victims(self._tries, search, want, limits=limits), False
         later = None if request.mixed else tier.choose_victims_later
         found = await find_page_victims(
-            self._tries, search, request.sizes, want, choose, for_thread=later, limits=limits
+            self._tries, search, request.sizes, want, choose, for_thread=later, limits=limits, singly=singly
         )
         return found, True
 

@@ -4,7 +4,7 @@
 
 A slot of a size of its own would need a page of its own, half of which is free on average; with a hundred sizes a tier
 would be full of such halves. So encoded parts lie one behind the other. A mixed page is an irregular page of the table
-(`page_table`), as is a page with slots of several sizes after a restart, and is evicted as a whole.
+(`page_table`), as is a page with slots of several sizes after a restart. `mixed_eviction` chooses what leaves it.
 """
 
 from __future__ import annotations

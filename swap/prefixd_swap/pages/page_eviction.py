@@ -57,7 +57,6 @@ def choose_victims(
     allow: Allow | None = None,
     *,
     pages_alone: bool = False,
-    sparse_first: bool | None = None,
 ) -> Victims:
     """Choose among the slots at `offsets`, so that `count` more slots for `nbytes` bytes each become free.
 
@@ -67,7 +66,7 @@ def choose_victims(
     all. So at most `count` slots and one page are evicted (and the rests of the pages, if the wanted size leaves one).
 
     While free slots in pages of other sizes exceed 1/32 of the capacity, pages at most half full are evicted first:
-    those sizes may never be requested again.
+    those sizes may never be requested again. Not if `pages_alone`.
 
     Example: 2 slots of 64 KiB are wanted; slots of 64 KiB are worth 5 and 9, and a page of 128 KiB with slots of 4 KiB
     is worth 7. The first slot and the page are chosen, which gives 3 slots; then the slot is kept after all.
@@ -79,7 +78,6 @@ def choose_victims(
         evictable: bool [n], the slots that may be evicted; all by default.
         allow: see `Allow`.
         pages_alone: choose whole pages alone, of the wanted size, too (Jenga's step 3).
-        sparse_first: evict pages at most half full first, as above; by default unless `pages_alone`.
 
     Raises:
         MemoryMisuseError: `nbytes` is not positive, or an offset is in no range.
@@ -93,8 +91,7 @@ def choose_victims(
     singles = np.flatnonzero(((now.slot_bytes == slot) & now.is_open & (not pages_alone))[page])
     if len(singles) > count and allow is None:
         singles = singles[np.argpartition(worth[singles], count - 1)[:count]]
-    sparse_first = not pages_alone if sparse_first is None else sparse_first
-    whole = _Whole(pages, now, slot, page, worth, pages_alone, sparse_first)
+    whole = _Whole(pages, now, slot, page, worth, pages_alone)
     worths = np.concatenate([worth[singles], whole.worth])
     gains = np.concatenate([np.ones(len(singles), np.int64), whole.gain])
     first = np.concatenate([np.ones(len(singles), np.bool_), ~whole.sparse])
@@ -147,10 +144,9 @@ class _Whole:
         page: Int64s,
         worth: Worths,
         pages_alone: bool,
-        sparse_first: bool,
     ) -> None:
         """`now`: the pages of `pages`; `page` and `worth`: of the evictable slots. pages_alone: of the size `slot`
-        too. sparse_first: those at most half full come first."""
+        too, and none before others for being half empty."""
         may = np.bincount(page, minlength=len(now)) == now.used_slots
         top = np.full(len(now), -np.inf)
         np.maximum.at(top, page, worth)
@@ -169,7 +165,7 @@ class _Whole:
         self.sparse = np.zeros(len(self._first), np.bool_)
         """[m] whether it is at most half full and evicted first."""
         stranded = int((now.nbytes - now.used_bytes)[other].sum())
-        if stranded > 2 * pages.capacity_bytes // SHARE and sparse_first:
+        if stranded > 2 * pages.capacity_bytes // SHARE and not pages_alone:
             self.sparse[: self._alone] = 2 * now.used_bytes[alone] <= now.nbytes[alone]
 
     def members(self, number: int) -> Int64s:

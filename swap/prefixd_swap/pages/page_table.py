@@ -53,6 +53,8 @@ class Range:
 class Pages:
     """The n pages of a tier at one moment, ascending by address."""
 
+    address: Int64s
+    """[n] where each begins."""
     nbytes: Int64s
     """[n] bytes of each."""
     slot_bytes: Int64s
@@ -369,7 +371,9 @@ class PageTable:
         used_bytes = used * slots
         for number in np.flatnonzero(slots == IRREGULAR).tolist():
             used_bytes[number] = sum(self.irregular(heads.item(number)).values())
-        return Pages(self.length[heads], slots, used, used_bytes, self.open[heads], self.group[heads])
+        return Pages(
+            self.address[heads], self.length[heads], slots, used, used_bytes, self.open[heads], self.group[heads]
+        )
 
     def group_bytes(self, groups: Int64s) -> Int64s:
         """Bytes [n] of the stretches that `Pages.groups` names: of the pages that they become when empty."""
@@ -386,9 +390,17 @@ class PageTable:
         if start is not None:
             only = self.ranges[self.range_at(start)]
             first, stop = only.first, only.first + only.units
-        tables = self.taken[first:stop]
+        return self._occupied(first + np.flatnonzero(self.slot[first:stop]))
+
+    def occupied_in(self, pages: Int64s) -> tuple[Int64s, Int64s]:
+        """As `occupied`, of the slots in pages at these positions in `pages()`, ascending."""
+        return self._occupied(self._numbers()[0][pages])
+
+    def _occupied(self, heads: Int64s) -> tuple[Int64s, Int64s]:
+        """As `occupied`, of the pages that begin at the units `heads`, ascending."""
+        tables = [self.taken[unit] for unit in heads.tolist()]
         flags = np.frombuffer(b"".join(taken for taken in tables if isinstance(taken, bytearray)), np.uint8)
-        pages = first + np.flatnonzero(self.slot[first:stop] > 0)
+        pages = heads[self.slot[heads] > 0]
         counts = self.count[pages]
         index = np.arange(len(flags)) - np.repeat(np.cumsum(counts) - counts, counts)
         sizes = np.repeat(self.slot[pages], counts)

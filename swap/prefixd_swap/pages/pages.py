@@ -24,7 +24,8 @@ stretch of the grid that has old pages is mixed; its free runs of units are shor
 Slots of encoded parts, each of another size, are allocated by `allocate_mixed`, in pages of their own (`mixed_pages`).
 
 Nothing is evicted here. When `allocate` returns None, the caller evicts the slots that `page_eviction.choose_victims`
-chooses (whole pages, Jenga's step 3, or single slots of the same size, its step 5), frees them, and allocates again.
+chooses (whole pages, Jenga's step 3, or single slots of the same size, its step 5), or for mixed slots those that
+`mixed_eviction.choose_mixed_victims` chooses, frees them, and allocates again.
 Any free slot comes before an eviction: in Jenga's order, each prefix would evict a page for itself while pages of other
 prefixes have free slots, and a full tier would hold less and less. **Making room for n bytes evicts at most n plus one
 page**: an emptied page serves any size, and eviction of single slots evicts exactly n.
@@ -349,6 +350,10 @@ class PageAllocator:
     def occupied(self, start: int | None = None) -> tuple[Int64s, Int64s]:
         """As `PageTable.occupied`."""
         return self._table.occupied(start)
+
+    def occupied_in(self, pages: Int64s) -> tuple[Int64s, Int64s]:
+        """As `PageTable.occupied_in`."""
+        return self._table.occupied_in(pages)
 
     def pages_of(self, offsets: Int64s) -> Int64s:
         """As `PageTable.pages_of`."""

@@ -261,7 +261,7 @@ class SlabStore:
     ) -> Victims:
         """Choose slots to evict so that `count` more parts of `nbytes` bytes each have room.
 
-        Chooses whole pages or single slots of least worth, see `page_eviction.choose_victims`.
+        Chooses those of least worth, see `page_eviction.choose_victims` and `mixed_eviction.choose_mixed_victims`.
 
         Args:
             slots: int64 [n], slots of parts that are stored, each once.

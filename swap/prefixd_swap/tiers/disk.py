@@ -86,7 +86,7 @@ class DiskTier(StoreTier):
 
     @property
     def choose_mixed(self) -> ChooseVictims | None:
-        """Whole pages of the slab files."""
+        """Stretches of mixed pages of the slab files."""
         return partial(self.store.choose_victims, mixed=True)
 
     def room(self, nbytes: int) -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
+from prefixd_swap.pages.mixed_eviction import choose_mixed_victims
 from prefixd_swap.pages.page_eviction import choose_victims
 from prefixd_swap.pages.page_size import MAX_PAGES, MAX_UNITS, SHARE, choose_page_bytes, unit_bytes
 from prefixd_swap.pages.page_table import EMPTY, IRREGULAR
@@ -667,6 +668,24 @@ class PagesModel(RuleBasedStateMachine):
         for offset in gone:
             del self.held[offset]
         assert self.pages.room(nbytes) >= room
+
+    @rule(nbytes=st.integers(1, 20 * PAGE_BYTES), count=st.integers(1, 5), seed=st.integers(0, 99))
+    def evict_mixed(self, nbytes: int, count: int, seed: int) -> None:
+        size = round_to_slot(nbytes)
+        offsets = np.array(sorted(self.held), np.int64)
+        worth = np.random.default_rng(seed).random(len(offsets))
+        victims = choose_mixed_victims(self.pages, nbytes, count, offsets, worth)
+        longest = max(int(self.pages.pages().nbytes.max()), self.pages.page_bytes)
+        gone = offsets[victims.positions].tolist()
+        wasted = self.pages.page_bytes % size if size <= self.pages.page_bytes else 0
+        assert sum(self.held[offset] for offset in gone) <= count * (size + wasted) + longest
+        self.pages.free_many(np.array(gone, np.int64))
+        for offset in gone:
+            del self.held[offset]
+        if victims.slots:
+            offset = self.pages.allocate_mixed(nbytes)
+            assert offset is not None
+            self.pages.free(offset)
 
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:

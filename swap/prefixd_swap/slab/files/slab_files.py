@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import DiskFullError, IntegrityError, LostBytesError, ShrinkError, StorageError
+from prefixd_swap.pages.mixed_eviction import choose_mixed_victims
 from prefixd_swap.pages.page_eviction import Allow, Victims, Worths, choose_victims
 from prefixd_swap.pages.pages import PageAllocator
 from prefixd_swap.slab.files.file_ops import FileOps
@@ -264,17 +265,14 @@ class SlabFiles:
     ) -> Victims:
         """Choose slots to evict so that `count` more slots for `nbytes` bytes each become free.
 
-        `mixed`: slots in pages with slots of any sizes: then whole pages alone are chosen.
-
-        As `page_eviction.choose_victims`; for slots larger than whole slabs it empties slabs, which larger slabs then
-        replace.
+        As `choose_victims`, or `choose_mixed_victims` if `mixed`; for slots larger than whole slabs it empties slabs,
+        which larger slabs then replace.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive, or a slot does not exist.
         """
-        found = choose_victims(
-            self._pages, nbytes, count, slots << _SHIFT, worth, evictable, allow, pages_alone=mixed, sparse_first=True
-        )
+        choose = choose_mixed_victims if mixed else choose_victims
+        found = choose(self._pages, nbytes, count, slots << _SHIFT, worth, evictable, allow)
         slot = round_to_slot(nbytes)
         small = [slab for slab in self._slabs.values() if slab.nbytes < slot and not slab.failed]
         if found.slots >= count or not small:

@@ -3,15 +3,18 @@
 Stores and loads blocks through a daemon's disk tier and through plain files of the same size, past the page
 cache (direct), with the same bytes a call and as many calls at a time. Both wait for the device after each
 batch. A client of the daemon stores from its own memory, over shared memory, durably, and acquires what is
-nowhere but on disk, two batches at a time. Also: the disk tier's store alone (slabs: checksums, durable
-index and all), with each way to read and write files (disk.io: mmap, direct, buffered), and a daemon with each.
+nowhere but on disk, two batches at a time. Also: the disk tier's store alone (slabs: durable index and all;
+checksums come with the blocks, as in a daemon, and are compared by loads), with each way to read and write
+files (disk.io: mmap, direct, buffered), and a daemon with each.
 Each way takes its turn in every round; figures are medians in GB/s. store_ratio and load_ratio are the
 daemon's against plain direct I/O, slabs_* the store's alone.
-modes: for blocks of 64 KiB to 8 MiB, the store alone with each disk.io in the same rounds: durable stores,
+modes: for blocks of 64 KiB to 8 MiB, the store alone with each disk.io in the same rounds: durable stores in
+four batches a round (--mode-bytes; the index's transaction counts more in smaller ones),
 loads in the order of storing and in random order, each against direct in the same run (*_ratio), and the CPU
 time that a gigabyte takes. best_io has the highest geometric mean of these ratios over all sizes. raw_direct:
-plain direct I/O in the same rounds, a block a call; of_raw is the store's ratio to it with direct, and
-of_raw_store and of_raw_load are the least over all sizes.
+plain direct I/O in the same rounds, a block a call, on the same places of the same files: equal files differ
+by a tenth and more. of_raw is the store's ratio to it with direct, and of_raw_store and of_raw_load are the least
+over all sizes.
 drives: a store over two directories against one over one, each directory as fast as --drive-rate allows and all
 else as it is, the index's syncs included: durable stores and loads of one prompt (two_drives_*_ratio is the least
 over all sizes).
@@ -84,10 +87,10 @@ def modes(folder: Path, sizes: Sequence[int], nbytes: int, depth: int, rounds: i
         blocks = max(1, nbytes // block_bytes)
         place = folder / f"blocks-of-{block_bytes}"
         place.mkdir(parents=True)
-        ways = {"raw": _plain(place / "raw", blocks, block_bytes, direct=True)}
-        ways |= _stores(place, blocks, block_bytes, depth)
         measured = _slabs.throughput(
-            ways, block_bytes, blocks, max(1, blocks // _BATCHES), depth, rounds, scattered=True
+            _modes(place, blocks, block_bytes, depth),
+            *(block_bytes, blocks, max(1, blocks // _BATCHES), depth, rounds),
+            scattered=True,
         )
         plain = measured["raw"]
         of_raw = {
@@ -107,6 +110,15 @@ def modes(folder: Path, sizes: Sequence[int], nbytes: int, depth: int, rounds: i
     least = {f"of_raw_{what}": min(row[f"{what}_of_raw"] for row in raw) for what in ("store", "load")}
     best = max(means, key=means.__getitem__)
     return {**named, **least, "best_io": best, "modes": rows, "raw_direct": raw}
+
+
+def _modes(
+    folder: Path, blocks: int, block_bytes: int, depth: int
+) -> dict[str, Callable[[ThreadPoolExecutor], _slabs.Way]]:
+    """A store with each `disk.io`, and plain calls on the files of the one with direct, after it in the first round."""
+    direct = _slabs.Store(folder / "slabs-direct", blocks, block_bytes, depth, "direct")
+    stores = _stores(folder, blocks, block_bytes, depth) | {"slabs_direct": lambda pool: direct}
+    return stores | {"raw": lambda pool: _slabs.SamePlaces(direct, block_bytes, pool)}
 
 
 def _rounded(figures: dict[str, float]) -> dict[str, float]:
@@ -153,7 +165,7 @@ def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     option("--batch", 64, "blocks a durable batch"),
     option("--depth", 4, "calls at a time"),
     option("--rounds", 15, "rounds to time"),
-    option("--mode-bytes", 128 << 20, "bytes a round of modes", size),
+    option("--mode-bytes", 512 << 20, "bytes a round of modes, in four durable batches", size),
     flag("--modes-only", "compare the values of disk.io alone"),
     option("--drive-rate", 50 << 20, "bytes a second of each of the two drives", size),
     flag("--drives-only", "compare two drives with one alone"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +60,11 @@ class Memory:
     def view(self, block: int) -> memoryview:
         return memoryview(self._map)[block * self.block_bytes : (block + 1) * self.block_bytes]
 
+    @cached_property
+    def checksums(self) -> Sequence[int]:
+        """xxh3_64 of each block; the bytes may not change afterwards."""
+        return [xxhash.xxh3_64_intdigest(self.view(block)) for block in range(len(self.bytes) // self.block_bytes)]
+
     def must_equal(self, other: Memory) -> None:
         """Raises BenchmarkError when the bytes differ."""
         if not np.array_equal(self.bytes, other.bytes):
@@ -97,9 +103,10 @@ class PlainFile:
     def __init__(self, path: Path, blocks: int, block_bytes: int, pool: ThreadPoolExecutor, direct: bool) -> None:
         self._blocks, self._block_bytes, self._pool = blocks, block_bytes, pool
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o600)
-        os.posix_fallocate(self._fd, 0, blocks * block_bytes)
-        os.fsync(self._fd)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o600)
+        os.posix_fallocate(fd, 0, blocks * block_bytes)
+        os.fsync(fd)
+        self._fds = {path: fd}
 
     def clear(self) -> None:
         """They are written over."""
@@ -107,24 +114,52 @@ class PlainFile:
     def store(self, source: Memory, batch: int) -> None:
         for start in range(0, self._blocks, batch):
             numbers = range(start, min(start + batch, self._blocks))
-            list(self._pool.map(lambda number: self._all(os.pwritev, source, number), numbers))
-            os.fdatasync(self._fd)
+            places = [self._place(number) for number in numbers]
+            list(self._pool.map(partial(self._all, os.pwritev, source), numbers, places))
+            for fd in {fd for fd, _ in places}:
+                os.fdatasync(fd)
 
     def load(self, target: Memory, order: Sequence[int]) -> None:
-        list(self._pool.map(lambda number: self._all(os.preadv, target, number), order))
+        list(self._pool.map(partial(self._all, os.preadv, target), order, map(self._place, order)))
 
     def verify(self, source: Memory, target: Memory) -> None:
         target.must_equal(source)
 
     def files(self) -> Iterable[Path]:
-        return [self._path]
+        return list(self._fds)
 
     def close(self) -> None:
-        os.close(self._fd)
+        for fd in self._fds.values():
+            os.close(fd)
 
-    def _all(self, call: Callable[[int, list[memoryview], int], int], memory: Memory, number: int) -> None:
-        if call(self._fd, [memory.view(number)], number * self._block_bytes) != self._block_bytes:
+    def _place(self, number: int) -> tuple[int, int]:
+        """The descriptor and the offset of a block."""
+        return self._fds[self._path], number * self._block_bytes
+
+    def _all(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        memory: Memory,
+        number: int,
+        place: tuple[int, int],
+    ) -> None:
+        if call(place[0], [memory.view(number)], place[1]) != self._block_bytes:
             raise harness.BenchmarkError("a plain read or write came back short")
+
+
+class SamePlaces(PlainFile):
+    """Plain direct calls on the bytes of the files in which a store had its blocks last: the second of two equal files
+    may be a tenth faster or slower, at least on a virtual disk."""
+
+    def __init__(self, store: Store, block_bytes: int, pool: ThreadPoolExecutor) -> None:
+        self._store, self._blocks, self._block_bytes, self._pool = store, len(store), block_bytes, pool
+        self._fds = {}
+
+    def _place(self, number: int) -> tuple[int, int]:
+        path, offset = self._store.places[number]
+        if path not in self._fds:
+            self._fds[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        return self._fds[path], offset
 
 
 class FewReads(FileOps):
@@ -143,7 +178,8 @@ class FewReads(FileOps):
 
 
 class Store:
-    """A `SlabStore` with one prompt, written a batch a call and read in pieces, as the daemon does.
+    """A `SlabStore` with one prompt, written a batch a call and read in pieces, as the daemon does. As there, checksums
+    are known when blocks are written (they are those of the commit), and compared when they are read.
 
     It has slabs of the size that it has in a tier of any usual size. As in the daemon, half as many threads again as
     there are calls at a time take pieces of a load: some verify while the others read.
@@ -174,6 +210,11 @@ class Store:
         self._folders = [folder / "slabs" for folder in (path, *more_paths)]
         self.store_itself = SlabStore.open(path, capacity, io=io, io_threads=depth, ops=ops, more_paths=more_paths)
         self._records: list[BlockRecord] = []
+        self.places: list[tuple[Path, int]] = []
+        """The file and the offset of each block that was stored last."""
+
+    def __len__(self) -> int:
+        return self._blocks
 
     def clear(self) -> None:
         self.store_itself.remove([(record.namespace, record.key) for record in reversed(self._records)])
@@ -183,10 +224,13 @@ class Store:
         for start in range(0, self._blocks, batch):
             numbers = range(start, min(start + batch, self._blocks))
             last = self._records[-1] if self._records else None
-            records = self.store_itself.write([_block(number, source.span(number), last) for number in numbers])
+            records = self.store_itself.write([_block(number, source, last) for number in numbers])
             self._records += [record for record in records if record is not None]
         if len(self._records) != self._blocks:
             raise harness.BenchmarkError(f"the store took {len(self._records)} of {self._blocks} blocks")
+        slots = [part.slot for record in self._records for part in record.parts if part is not None]
+        slabs = {int(path.stem, 16): path for path in self.files()}
+        self.places = [(slabs[slot >> INDEX_BITS], (slot & (1 << INDEX_BITS) - 1) * SLOT_BYTES) for slot in slots]
 
     def load(self, target: Memory, order: Sequence[int]) -> None:
         nbytes = target.block_bytes
@@ -416,11 +460,12 @@ def _batches(
         yield sorted(changes)
 
 
-def _block(number: int, span: Span, last: BlockRecord | None) -> NewBlock:
+def _block(number: int, source: Memory, last: BlockRecord | None) -> NewBlock:
     """Block `number` of the prompt, whose last stored block is `last`."""
     parent = (number - 1).to_bytes(16, "big") if number else b""
     near = [None if part is None else part.slot for part in last.parts] if last and last.key == parent else None
-    return NewBlock(_NAMESPACE, number.to_bytes(16, "big"), parent, bytes(4 * TOKENS), number, [span], near=near)
+    key, tokens, parts = number.to_bytes(16, "big"), bytes(4 * TOKENS), [source.span(number)]
+    return NewBlock(_NAMESPACE, key, parent, tokens, number, parts, [source.checksums[number]], near)
 
 
 @contextmanager

@@ -122,7 +122,6 @@ class Scene:
     """Its own namespace."""
     stored: AsyncCache
     """The namespace that was on disk at the start."""
-    metrics_port: int
     blocks_path: Path
     prompts: list[npt.NDArray[np.uint32]] = field(default_factory=list)
     """Long prompts that it has committed."""
@@ -167,7 +166,8 @@ class Scene:
         await self.client.stats()
 
     async def scrape(self) -> None:
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        assert self.daemon.metrics is not None, "the daemon has the setting"
+        url = f"{self.daemon.metrics}/metrics"
         await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=_TIMEOUT_S).read())
 
     async def list(self) -> None:
@@ -268,18 +268,17 @@ def run(
         blocks_path = Path(folder) / "data/blocks"
         blocks_path.mkdir(parents=True)
         slabs.fill(blocks_path, blocks, scale.prompts)
-        port = harness.free_port()
         settings = {
             "cpu.bytes": scale.cpu_bytes,
             "disk.bytes": 2 * blocks * slabs.SLOT_BYTES,
             "disk.write_queue_bytes": scale.cpu_bytes,  # the disk is not what is measured
-            "server.metrics": f"127.0.0.1:{port}",
+            "server.metrics": "127.0.0.1:0",
         }
         with daemon_type(settings, directory=Path(folder)) as daemon, Bystander(daemon.address) as bystander:
             wanted = {*names, _FIRST}
             chosen = {name: call for name, call in CALLS.items() if name in wanted}
             try:
-                calls = asyncio.run(_make_calls(scale, daemon, bystander, chosen, port, blocks_path, names, step))
+                calls = asyncio.run(_make_calls(scale, daemon, bystander, chosen, blocks_path, names, step))
             finally:
                 daemon.kill()  # in order it would write back what is left
     return [call for call in calls if call.name in names]
@@ -290,7 +289,6 @@ async def _make_calls(
     daemon: WatchedDaemon,
     bystander: Bystander,
     chosen: Mapping[str, tuple[Act, bool]],
-    metrics_port: int,
     blocks_path: Path,
     names: Sequence[str],
     step: Callable[[Call], None],
@@ -307,7 +305,6 @@ async def _make_calls(
             client,
             await client.register(spec),
             await client.register(stored),
-            metrics_port,
             blocks_path,
         )
         for name, (act, repeatable) in chosen.items():

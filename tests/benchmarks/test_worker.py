@@ -71,6 +71,7 @@ def test_one_run_measures_all_four(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
+    assert file.exists(), done.stderr
     result = json.loads(file.read_text())
     # A run this short says nothing of time, and may well fail for that; of nothing else.
     late = [each for each in worker.violations(result) if "virtual_over_paged" in each or "step_p99_ratio" in each]

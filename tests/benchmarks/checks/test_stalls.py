@@ -73,9 +73,9 @@ def test_every_call_is_measured(tmp_path: Path) -> None:
     """A hold above the limit fails and is named. Work comes in slices of a millisecond, on a fast machine too."""
     file = tmp_path / "result.json"
     done = run("benchmarks.checks.stalls", "--blocks", BLOCKS, "--limit-ms", "0.001", "--json", str(file))
-    result = json.loads(file.read_text())
-    assert done.returncode == 2
+    assert done.returncode == 2, done.stderr
     assert "the event loop was held for more than 0.001 ms: " in done.stderr
+    result = json.loads(file.read_text())
     assert f"{result['worst_call']}: {result['worst_hold_ms']:g} ms in " in done.stderr
     calls = {call["name"]: call for call in result["calls"]}
     assert list(calls) == list(stalls.CALLS)

@@ -72,7 +72,7 @@ def read_bits(word: Any) -> Any:
     raise NotImplementedError(word)
 
 
-def write_bits(words: Any, index: int, bits: Any, fits: bool) -> None:
+def write_bits(words: Any, index: Any, bits: Any, fits: bool) -> None:
     """Makes the bits of a float32 a number of an array; one too large becomes the largest of the dtype.
 
     `fits`: it is none of these, nor of any other turn of the loop; which then takes two thirds of the time.

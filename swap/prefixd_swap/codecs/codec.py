@@ -13,7 +13,10 @@ import numpy.typing as npt
 
 from prefixd_swap.codecs.part_shape import PartShape
 
+Bools = npt.NDArray[np.bool_]
 UInt8s = npt.NDArray[np.uint8]
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
 Float32s = npt.NDArray[np.float32]
 
 
@@ -74,3 +77,27 @@ class Codec(ABC):
         Raises:
             EncodingError: `encoded` is not the result of `encode` for such a part. `into` has any bytes then.
         """
+
+    def decode_objects(
+        self,
+        objects: UInt64s,
+        nbytes: Int64s,
+        checksums: UInt64s,
+        payload_nbytes: int,
+        shape: PartShape | None,
+        targets: UInt64s,
+    ) -> Bools | None:
+        """Decodes and verifies many objects in one call, without the interpreter's lock.
+
+        Args:
+            objects: [n], addresses.
+            nbytes: [n], of each object; its last `payload_nbytes` are what `encode` gave.
+            checksums: [n, 2], xxh3_64 of each object, and of what it is decoded to.
+            payload_nbytes: see `nbytes`.
+            shape: of each part.
+            targets: [n], where the bytes of each part go.
+
+        Returns:
+            [n], whether it had and has these checksums; None: they must be decoded one by one.
+        """
+        return None

@@ -89,8 +89,9 @@ def read_header(stored: UInt8s) -> Header:
     """
     if stored.size < header_nbytes(0):
         raise EncodingError(f"{stored.size} bytes are not a coded object, which has {header_nbytes(0)} at least")
-    head = stored[: _FIXED.size].tobytes()
-    magic, version, codec, dtype, axes, nbytes, payload, checksum, *sizes, layers, payload_check = _FIXED.unpack(head)
+    magic, version, codec, dtype, axes, nbytes, payload, checksum, *sizes, layers, payload_check = _FIXED.unpack_from(
+        data := stored.data
+    )
     if magic != _MAGIC:
         raise EncodingError(f"a coded object begins with {_MAGIC!r}, not with {magic!r}")
     if version != VERSION:
@@ -100,8 +101,7 @@ def read_header(stored: UInt8s) -> Header:
             f"{stored.size} bytes are not a coded object with errors of {layers} layers and {payload} encoded bytes"
         )
     end = header_nbytes(layers) - _CHECK.size
-    (check,) = _CHECK.unpack(stored[end : end + _CHECK.size].tobytes())
-    if xxhash.xxh3_64_intdigest(stored[:end].tobytes()) != check:
+    if xxhash.xxh3_64_intdigest(data[:end]) != _CHECK.unpack_from(data, end)[0]:
         raise EncodingError("the header of a coded object is damaged: its checksum differs")
     if codec not in NAMES:
         raise EncodingError(f"a coded object has codec {codec}; this prefixd has {', '.join(CODECS)}")
@@ -110,7 +110,7 @@ def read_header(stored: UInt8s) -> Header:
         raise EncodingError(f"a part of {nbytes} bytes cannot be {shape}, which has {shape.nbytes}")
     if layers and (shape is None or layers != shape.layers):
         raise EncodingError(f"a coded object has errors of {layers} layers, and is {shape}")
-    errors = stored[_FIXED.size : end].view("<f4").reshape(2, layers) if layers else None
+    errors = stored[_FIXED.size : end].copy().view("<f4").reshape(2, layers) if layers else None
     measured = None if errors is None else LayerErrors(errors[0], errors[1])
     return Header(NAMES[codec], nbytes, checksum, payload, shape, measured, payload_check)
 

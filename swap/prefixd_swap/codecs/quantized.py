@@ -11,13 +11,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from prefixd_swap.codecs.codec import Codec, Refused, UInt8s
+from prefixd_swap.codecs.codec import Bools, Codec, Int64s, Refused, UInt8s, UInt64s
 from prefixd_swap.codecs.kernels.floats import WORDS
 from prefixd_swap.codecs.kernels.int4_groups import group_bytes
 from prefixd_swap.codecs.kernels.number_tiles import decode_part, encode_part
+from prefixd_swap.codecs.kernels.object_runs import decode_objects
 from prefixd_swap.codecs.kernels.scales import BASE_BYTES
 from prefixd_swap.codecs.kernels.words import layout_of, readable_bytes, readable_words, writable_words
-from prefixd_swap.codecs.part_shape import PartShape
+from prefixd_swap.codecs.kernels.xxh3 import LEAST_BYTES
+from prefixd_swap.codecs.part_shape import DTYPE_BYTES, PartShape
 from prefixd_swap.errors import EncodingError
 
 LEAST_CHANNELS = 16
@@ -59,6 +61,26 @@ class QuantizedCodec(Codec):
             raise EncodingError(f"{encoded.size} bytes cannot be {self.name} of {shape}, which takes {expected}")
         with writable_words(into, WORDS[shape.dtype]) as words:
             decode_part(readable_bytes(encoded), *layout_of(shape), self.int4_group, self.wide_values, words)
+
+    def decode_objects(
+        self,
+        objects: UInt64s,
+        nbytes: Int64s,
+        checksums: UInt64s,
+        payload_nbytes: int,
+        shape: PartShape | None,
+        targets: UInt64s,
+    ) -> Bools | None:
+        """One by one where a payload has not the shape's bytes or very few, or a target's words are not aligned."""
+        if shape is None or payload_nbytes != self.encoded_nbytes(shape) or payload_nbytes < LEAST_BYTES:
+            return None
+        words = np.empty(shape.nbytes // DTYPE_BYTES[shape.dtype], WORDS[shape.dtype])
+        if (targets % words.itemsize).any():
+            return None
+        good, payload = np.empty(len(objects), np.bool_), np.empty(payload_nbytes, np.uint8)
+        how = *layout_of(shape), self.int4_group, self.wide_values
+        decode_objects(objects, nbytes, payload, *how, targets, words, checksums, good)
+        return good
 
     def encoded_nbytes(self, shape: PartShape) -> int:
         """Bytes of an encoded part."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 
 from prefixd_swap.codecs.codec import Refused
-from prefixd_swap.codecs.coding import Coding, code, decode_object
+from prefixd_swap.codecs.coding import Coding, code, decode_object, decode_run
 from prefixd_swap.codecs.part_shape import AXES, DTYPE_BYTES, PartShape
 from prefixd_swap.codecs.registry import find_codec
 
@@ -78,6 +78,7 @@ def use_all(names: Iterable[str], dtypes: Iterable[str]) -> None:
             result = code(data, Coding(find_codec(name), shape))
             if not isinstance(result, Refused):
                 decode_object(result.data, data)
+                decode_run(result.data, [0], [result.data.size], [0], [data.ctypes.data], data.size)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
-from prefixd_swap.codecs.coding import Decoded
+from prefixd_swap.codecs.coding import Decoded, decode_run
 from prefixd_swap.errors import ChecksumError, EncodingError, StorageError
 from prefixd_swap.slab.files.adjacent import SMALL_BYTES, are_adjacent, copy_bytes, join_spans
 from prefixd_swap.slab.files.file_ops import host_bytes
@@ -66,10 +66,12 @@ class SlabReader:
                 if not any(part.coded for part in parts) and are_adjacent(spans):
                     slab.read(index, join_spans(spans, nbytes))
                     return [_judge(part, slab, into) for part, into in zip(parts, spans, strict=True)]
-                run, first = slab.read_run(index, nbytes), parts[0].slot
+                run = slab.read_run(index, nbytes)
+                starts = [PAGE_BYTES * (part.slot - parts[0].slot) for part in parts]
+                decoded = _decode_run(run, parts, starts, spans)
                 return [
-                    self._take(part, slab, run[PAGE_BYTES * (part.slot - first) :], into, name)
-                    for part, into, name in zip(parts, spans, names, strict=True)
+                    done or self._take(part, slab, run[start:], into, name)
+                    for done, part, start, into, name in zip(decoded, parts, starts, spans, names, strict=True)
                 ]
         return [self._try_read(*each) for each in zip(parts, spans, names, strict=True)]
 
@@ -103,6 +105,17 @@ class SlabReader:
             return error
         except MemoryError as error:
             return _no_memory(part, error)
+
+
+def _decode_run(
+    run: memoryview, parts: Sequence[DiskPart], starts: Sequence[int], spans: Sequence[Span]
+) -> list[Decoded | None]:
+    """Decodes and verifies parts that were read together; None for each that must be taken alone."""
+    if not all(part.coded for part in parts):
+        return [None] * len(parts)
+    sizes, checksums = [part.nbytes for part in parts], [part.checksum for part in parts]
+    into = [span.address for span in spans]
+    return decode_run(np.frombuffer(run, np.uint8), starts, sizes, checksums, into, spans[0].nbytes)
 
 
 def _no_memory(part: DiskPart, error: Exception) -> StorageError:

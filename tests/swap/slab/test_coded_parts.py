@@ -13,14 +13,17 @@ import xxhash
 
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, SlabStore, Span
 from prefixd_swap.codecs.coded_part import CodedPart
-from prefixd_swap.codecs.coding import Coded, Coding, Decoded, code
+from prefixd_swap.codecs.coding import Coded, Coding, Decoded, code, decode_object
+from prefixd_swap.codecs.part_shape import AXES, PartShape
 from prefixd_swap.codecs.registry import find_codec
 from prefixd_swap.errors import ChecksumError, FormatError
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.index.record_columns import OF_ANY_SIZE
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
+from tests.swap.codecs.parts import random_part
 
 PART_BYTES = 96 << 10
+SHAPE = PartShape("bfloat16", 6, 16, 4, 64, AXES)
 NAMESPACE = b"namespac"
 
 
@@ -34,13 +37,13 @@ def contents(count: int, nbytes: int = PART_BYTES) -> list[np.ndarray]:
     return [rng.integers(0, 2 << at, nbytes, np.uint8) for at in range(count)]
 
 
-def coded(data: np.ndarray) -> CodedPart:
-    made = code(data, Coding(find_codec("lossless")))
+def coded(data: np.ndarray, codec: str = "lossless") -> CodedPart:
+    made = code(data, Coding(find_codec(codec), SHAPE if data.nbytes == SHAPE.nbytes else None))
     assert isinstance(made, Coded)
     return CodedPart(made.data, xxhash.xxh3_64_intdigest(made.data.data))
 
 
-def blocks(data: Sequence[np.ndarray], raw: Sequence[int] = ()) -> list[NewBlock]:
+def blocks(data: Sequence[np.ndarray], raw: Sequence[int] = (), codec: str = "lossless") -> list[NewBlock]:
     keys = [key(at) for at in range(len(data))]
     return [
         NewBlock(
@@ -49,7 +52,7 @@ def blocks(data: Sequence[np.ndarray], raw: Sequence[int] = ()) -> list[NewBlock
             before,
             b"1234",
             at,
-            [Span(data[at].ctypes.data, data[at].nbytes) if at in raw else coded(data[at])],
+            [Span(data[at].ctypes.data, data[at].nbytes) if at in raw else coded(data[at], codec)],
             errors=(0.25, 0.125) if at == 2 else None,
         )
         for at, (before, name) in enumerate(pairwise([b"", *keys]))
@@ -126,11 +129,15 @@ def test_a_part_that_is_kept_stays_as_it_is(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("codec", ["lossless", "int8"])
 @pytest.mark.parametrize("at", [0, 40, 700])
-def test_damage_of_a_coded_part_is_its_own(tmp_path: Path, at: int) -> None:
-    data = contents(3)
+def test_damage_of_a_coded_part_is_its_own(tmp_path: Path, at: int, codec: str) -> None:
+    data = [random_part(SHAPE, seed) for seed in range(3)]
     store = SlabStore.open(tmp_path / "store", 8 << 20)
-    parts = [part for record in store.write(blocks(data)) if record for part in record.parts if part is not None]
+    records = store.write(blocks(data, codec=codec))
+    for each in data:
+        decode_object(coded(each, codec).data, each)
+    parts = [part for record in records if record for part in record.parts if part is not None]
     slab, index = store._slabs.find(parts[1].slot)
     with slab.path.open("r+b") as file:
         file.seek(index * PAGE_BYTES + at)

@@ -1,0 +1,59 @@
+"""Decodes many objects in one call, which waits for Python's lock once; one by one each waits for it three times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.core import types
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+from prefixd_swap.codecs.kernels.compiling import compiled
+from prefixd_swap.codecs.kernels.number_tiles import decode_tiles
+from prefixd_swap.codecs.kernels.xxh3 import hash_at
+
+
+def _typed_pointer(_typing: Any, address: Any, like: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    pointer: Any = types.CPointer
+    return pointer(like.dtype)(address, like), generate
+
+
+_pointer: Any = intrinsic(_typed_pointer)
+"""A pointer to the elements of an array such as `like`."""
+
+
+@compiled()
+def decode_objects(
+    objects: Any,
+    nbytes: Any,
+    payload: Any,
+    sizes: Any,
+    strides: Any,
+    group: int,
+    wide: bool,
+    targets: Any,
+    words: Any,
+    checksums: Any,
+    good: Any,
+) -> None:
+    """Decodes objects of one shape that have their checksums; each is hashed when its bytes are in the cache.
+
+    Args:
+        objects: uint64 [n], where they are.
+        nbytes: int64 [n], bytes of each.
+        payload: uint8, as long as what was encoded of each, which is its end.
+        sizes, strides, group, wide: as of `encode_part`.
+        targets: uint64 [n], where the decoded numbers go.
+        words: as many as a part has, of the type that `WORDS` says.
+        checksums: uint64 [n, 2], xxh3_64 of each object and of what it is decoded to.
+        good: bool [n], gets whether both are right.
+    """
+    for i in range(objects.size):
+        good[i] = hash_at(objects[i], nbytes[i]) == checksums[i, 0]
+        if good[i]:
+            encoded = carray(_pointer(objects[i] + types.uint64(nbytes[i] - payload.size), payload), payload.size)
+            decode_tiles(encoded, sizes, strides, group, wide, carray(_pointer(targets[i], words), words.size))
+            good[i] = hash_at(targets[i], words.size * words.itemsize) == checksums[i, 1]

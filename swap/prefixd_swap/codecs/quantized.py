@@ -14,10 +14,10 @@ import numpy as np
 from prefixd_swap.codecs.codec import Bools, Codec, Int64s, Refused, UInt8s, UInt64s
 from prefixd_swap.codecs.kernels.floats import WORDS
 from prefixd_swap.codecs.kernels.int4_groups import group_bytes
-from prefixd_swap.codecs.kernels.number_tiles import decode_part, encode_part
+from prefixd_swap.codecs.kernels.number_tiles import encode_part
 from prefixd_swap.codecs.kernels.object_runs import decode_objects
 from prefixd_swap.codecs.kernels.scales import BASE_BYTES
-from prefixd_swap.codecs.kernels.words import layout_of, readable_bytes, readable_words, writable_words
+from prefixd_swap.codecs.kernels.words import layout_of, readable_words, writable_words
 from prefixd_swap.codecs.kernels.xxh3 import LEAST_BYTES
 from prefixd_swap.codecs.part_shape import DTYPE_BYTES, PartShape
 from prefixd_swap.errors import EncodingError
@@ -25,6 +25,7 @@ from prefixd_swap.errors import EncodingError
 LEAST_CHANNELS = 16
 """Engines' heads have 64 or more. Rows of one channel take 14 times as long to encode as rows of 128, rows of 16 twice
 as long: a client that says a shape of its own must not keep the threads from the blocks of others."""
+_UNKNOWN = np.empty((0, 2), np.uint64)  # checksums
 
 
 class QuantizedCodec(Codec):
@@ -60,7 +61,9 @@ class QuantizedCodec(Codec):
         if encoded.size != (expected := self.encoded_nbytes(shape)):
             raise EncodingError(f"{encoded.size} bytes cannot be {self.name} of {shape}, which takes {expected}")
         with writable_words(into, WORDS[shape.dtype]) as words:
-            decode_part(readable_bytes(encoded), *layout_of(shape), self.int4_group, self.wide_values, words)
+            data, at = np.ascontiguousarray(encoded), np.array([words.ctypes.data], np.uint64)
+            of = np.array([data.ctypes.data], np.uint64), np.array([data.size], np.int64)
+            self._decode(*of, _UNKNOWN, shape, at)
 
     def decode_objects(
         self,
@@ -74,12 +77,17 @@ class QuantizedCodec(Codec):
         """One by one where a payload has not the shape's bytes or very few, or a target's words are not aligned."""
         if shape is None or payload_nbytes != self.encoded_nbytes(shape) or payload_nbytes < LEAST_BYTES:
             return None
-        words = np.empty(shape.nbytes // DTYPE_BYTES[shape.dtype], WORDS[shape.dtype])
-        if (targets % words.itemsize).any():
+        if (targets % np.uint64(DTYPE_BYTES[shape.dtype])).any():
             return None
-        good, payload = np.empty(len(objects), np.bool_), np.empty(payload_nbytes, np.uint8)
-        how = *layout_of(shape), self.int4_group, self.wide_values
-        decode_objects(objects, nbytes, payload, *how, targets, words, checksums, good)
+        return self._decode(objects, nbytes, checksums, shape, targets)
+
+    def _decode(
+        self, objects: UInt64s, nbytes: Int64s, checksums: UInt64s, shape: PartShape, targets: UInt64s
+    ) -> Bools:
+        good, like = np.empty(len(objects), np.bool_), np.empty(0, WORDS[shape.dtype])
+        how = self.encoded_nbytes(shape), *layout_of(shape), self.int4_group, self.wide_values
+        count = shape.nbytes // like.itemsize
+        decode_objects(objects, nbytes, *how, targets, count, like, checksums, good)
         return good
 
     def encoded_nbytes(self, shape: PartShape) -> int:

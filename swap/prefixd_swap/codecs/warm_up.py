@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 
 from prefixd_swap.codecs.codec import Refused
-from prefixd_swap.codecs.coding import Coding, code, decode_object, decode_run
+from prefixd_swap.codecs.coding import Coding, code, decode_object
 from prefixd_swap.codecs.part_shape import AXES, DTYPE_BYTES, PartShape
 from prefixd_swap.codecs.registry import find_codec
 
@@ -20,7 +20,7 @@ from prefixd_swap.codecs.registry import find_codec
 class WarmUp:
     """Compiles what codecs need for parts of these dtypes.
 
-    Compiling all takes 8 s of CPU time, and holds Python's lock for up to half a second at once. So another process
+    Compiling all takes 10 s of CPU time, and holds Python's lock for up to half a second at once. So another process
     compiles first, and leaves the code for this one and for later ones, which load it in 0.1 s. Where no folder can be
     written (`kernels/compiling.py`) or no process can be started, this process compiles.
 
@@ -78,7 +78,6 @@ def use_all(names: Iterable[str], dtypes: Iterable[str]) -> None:
             result = code(data, Coding(find_codec(name), shape))
             if not isinstance(result, Refused):
                 decode_object(result.data, data)
-                decode_run(result.data, [0], [result.data.size], [0], [data.ctypes.data], data.size)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def encode_part(words: Any, sizes: Any, strides: Any, group: int, wide: bool, en
 
 @numba.njit
 def decode_tiles(encoded: Any, sizes: Any, strides: Any, group: int, wide: bool, words: Any) -> None:
-    """As `decode_part`, for kernels."""
+    """Decodes what `encode_part` has encoded, or bytes of that length; the arguments are the same."""
     layers, tokens, heads, channels = sizes
     groups = tokens * (1 if wide else (channels + group - 1) // group)
     key_scales, value_scales = np.empty(channels, np.float32), np.empty(groups, np.float32)
@@ -253,9 +253,3 @@ def decode_tiles(encoded: Any, sizes: Any, strides: Any, group: int, wide: bool,
                 else:
                     decode_row(tile, group, token, value_scales, fit, row, words, start + token * strides[2])
             at += value_bytes
-
-
-@compiled()
-def decode_part(encoded: Any, sizes: Any, strides: Any, group: int, wide: bool, words: Any) -> None:
-    """Decodes what `encode_part` has encoded, or bytes of that length; the arguments are the same."""
-    decode_tiles(encoded, sizes, strides, group, wide, words)

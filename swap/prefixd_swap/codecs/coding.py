@@ -204,12 +204,8 @@ def decode_run(
 
 def _are_alike(one: Header, other: Header) -> bool:
     """Whether two lossy objects are decoded in the same way."""
-    return (
-        one.codec == other.codec
-        and one.shape == other.shape
-        and one.payload_nbytes == other.payload_nbytes
-        and other.errors is not None
-    )
+    kinds = ((head.codec, head.shape, head.payload_nbytes) for head in (one, other))
+    return next(kinds) == next(kinds) and other.errors is not None
 
 
 def _measure(exact: UInt8s, decoded: UInt8s, shape: PartShape) -> LayerErrors:

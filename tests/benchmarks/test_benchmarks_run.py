@@ -53,7 +53,7 @@ def test_match(tmp_path: Path) -> None:
 
 def test_what_if(tmp_path: Path) -> None:
     least = ("--requests", "400", "--blocks", "200", "--policies", "lru", "--seeds", "1")
-    load = ("--seconds", "1", "--prompt-blocks", "20", "--most-share", "1")
+    load = ("--seconds", "4", "--prompt-blocks", "20", "--most-share", "1")
     result = result_of("what_if", tmp_path, *least, *load)
     assert result["worst_error_points"] < 2 and result["sizes"] == 10
     assert all(cost["ghosts_s"] > 0 and cost["prompts"] for cost in result["cost"].values())

@@ -28,7 +28,7 @@ def _disk(r: Figures) -> str:
     return (
         f"Durable stores and loads through a daemon reach {r['store_ratio']:.2f} and {r['load_ratio']:.2f} times the "
         f"throughput of plain direct I/O (the store alone {r['slabs_store_ratio']:.2f} and "
-        f"{r['slabs_load_ratio']:.2f}; with a fourth of the bytes at a time and blocks of 64 KiB to 8 MiB at least "
+        f"{r['slabs_load_ratio']:.2f}; with blocks of 64 KiB to 8 MiB, on the same places of its files, at least "
         f"{r['of_raw_store']:.2f} and {r['of_raw_load']:.2f}); over two throttled drives a prompt is stored at least "
         f"{r['two_drives_store_ratio']:.2f} times and loaded {r['two_drives_load_ratio']:.2f} times as fast as over "
         f"one; with a million blocks a daemon opens in {r['reopen_s']:.1f} s and takes {own:.0f} bytes of memory a "

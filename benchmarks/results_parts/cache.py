@@ -69,8 +69,8 @@ def _mixed_sizes(r: Figures) -> str:
     return (
         f"Blocks of several sizes in one tier, {r['operations']:,} operations for each of {len(r['runs'])} mixtures "
         f"and tiers: no operation evicted more than what it needed and {worst(coded=False):.2f} pages, a full tier "
-        f"stayed at least {r['utilisation']:.1%} full; a disk tier with a codec {worst(coded=True):.2f} pages, where "
-        f"1 is the aim, and {r['coded_utilisation']:.1%}; {r['wrong_bytes']} wrong bytes"
+        f"stayed at least {r['utilisation']:.1%} full; a disk tier with a codec {worst(coded=True):.2f} pages and "
+        f"{r['coded_utilisation']:.1%}; {r['wrong_bytes']} wrong bytes"
     )
 
 

@@ -660,14 +660,17 @@ class PagesModel(RuleBasedStateMachine):
         offsets = np.array(sorted(self.held), np.int64)
         worth = np.random.default_rng(seed).random(len(offsets))
         victims = choose_victims(self.pages, nbytes, count, offsets, worth, pages_alone=seed % 3 == 0)
+        self.leave(offsets[victims.positions].tolist(), count, size)
+        assert self.pages.room(nbytes) >= room
+
+    def leave(self, gone: list[int], count: int, size: int) -> None:
+        """Frees the slots chosen for `count` of `size` bytes: no more than these and a page."""
         longest = max(int(self.pages.pages().nbytes.max()), self.pages.page_bytes)
-        gone = offsets[victims.positions].tolist()
         wasted = self.pages.page_bytes % size if size <= self.pages.page_bytes else 0
         assert sum(self.held[offset] for offset in gone) <= count * (size + wasted) + longest
         self.pages.free_many(np.array(gone, np.int64))
         for offset in gone:
             del self.held[offset]
-        assert self.pages.room(nbytes) >= room
 
     @rule(nbytes=st.integers(1, 20 * PAGE_BYTES), count=st.integers(1, 5), seed=st.integers(0, 99))
     def evict_mixed(self, nbytes: int, count: int, seed: int) -> None:
@@ -675,13 +678,7 @@ class PagesModel(RuleBasedStateMachine):
         offsets = np.array(sorted(self.held), np.int64)
         worth = np.random.default_rng(seed).random(len(offsets))
         victims = choose_mixed_victims(self.pages, nbytes, count, offsets, worth)
-        longest = max(int(self.pages.pages().nbytes.max()), self.pages.page_bytes)
-        gone = offsets[victims.positions].tolist()
-        wasted = self.pages.page_bytes % size if size <= self.pages.page_bytes else 0
-        assert sum(self.held[offset] for offset in gone) <= count * (size + wasted) + longest
-        self.pages.free_many(np.array(gone, np.int64))
-        for offset in gone:
-            del self.held[offset]
+        self.leave(offsets[victims.positions].tolist(), count, size)
         if victims.slots:
             offset = self.pages.allocate_mixed(nbytes)
             assert offset is not None

@@ -7,6 +7,7 @@ mixed page   | 21K | 19K |....| 24K | 17K |......|    20K are missing: `19K` goe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,8 +16,8 @@ from prefixd_swap.pages.page_table import IRREGULAR, Bools, Int64s
 from prefixd_swap.pages.pages import PageAllocator
 from prefixd_swap.slots import round_to_slot
 
-_FIRST, _MORE = 256, 16
-"""Stretches are looked for among so many slots of least worth, then among so many times more, and so on."""
+_FIRST = 256
+"""Stretches are looked for among so many slots of least worth first, then among all."""
 
 
 def choose_mixed_victims(
@@ -70,48 +71,79 @@ class _Stretches:
     def __init__(self, pages: PageAllocator, offsets: Int64s, worth: Worths, evictable: Bools | None) -> None:
         self._pages, self._now, self._offsets = pages, pages.pages(), offsets
         self._page = pages.pages_of(offsets)
-        may = self._now.is_open[self._page]
-        self._worth = np.where(may if evictable is None else may & evictable, worth, np.inf)
-        self._worths = self._worth[np.isfinite(self._worth)]
+        self._may = self._now.is_open[self._page]
+        if evictable is not None:
+            self._may &= evictable
+        self._worth = worth
+        self._all: _Table | None = None
         self.goes = np.zeros(len(offsets), np.bool_)
-        self.longest = int(self._now.nbytes[self._page[np.isfinite(self._worth)]].max(initial=0))
+        self.longest = int(self._now.nbytes[self._page[self._may]].max(initial=0))
 
     def as_long_as(self, nbytes: int) -> Iterator[tuple[Int64s, int]]:
         """The shortest stretches that have `nbytes` without slots that stay, or that go already when it is called, by
         worth: positions of the slots, and bytes. They may overlap."""
-        least, some = -np.inf, _FIRST
-        while least < np.inf:
-            most = np.partition(self._worths, some)[some] if some < len(self._worths) else np.inf
-            yield from self._between(nbytes, least, most)
-            least, some = most, _MORE * some
+        least = -np.inf
+        worths = self._worth[self._may]
+        if self._all is None and len(worths) > _FIRST:
+            least = float(np.partition(worths, _FIRST)[_FIRST])
+            yield from self._between(self._table(self._may & (self._worth <= least)), nbytes, -np.inf, least)
+        if self._all is None:
+            self._all = self._table(self._may)
+        yield from self._between(self._all, nbytes, least, np.inf)
 
-    def _between(self, nbytes: int, least: float, most: float) -> Iterator[tuple[Int64s, int]]:
-        """As `as_long_as`, those that are worth more than `least` and at most `most`."""
-        numbers = np.unique(self._page[(self._worth <= most) & np.isfinite(self._worth) & ~self.goes])
+    def _table(self, among: Bools) -> _Table:
+        """The slots in the pages of some of the given ones, bool [n]."""
+        numbers = np.flatnonzero(np.bincount(self._page[among], minlength=len(self._now)))
         taken, sizes = self._pages.occupied_in(numbers)
-        given = np.flatnonzero(np.isin(self._page, numbers))
-        position, worth = np.full(len(taken), -1), np.full(len(taken), np.inf)
+        is_there = np.zeros(len(self._now), np.bool_)
+        is_there[numbers] = True
+        given = np.flatnonzero(is_there[self._page])
+        position = np.full(len(taken), len(self._offsets))
         position[np.searchsorted(taken, self._offsets[given])] = given
-        mine = position >= 0
-        worth[mine] = np.where(self.goes[position[mine]], np.inf, self._worth[position[mine]])
         now, page = self._now, self._pages.pages_of(taken)
         is_first = np.diff(page, prepend=-1) != 0
         is_last = np.roll(is_first, -1)
-        starts, ends = np.roll(taken + sizes, 1), np.roll(taken, -1)  # with the holes around each slot
+        starts, ends = np.roll(taken + sizes, 1), np.roll(taken, -1)
         starts[is_first] = now.address[page[is_first]]
         ends[is_last] = (now.address + now.nbytes)[page[is_last]]
-        is_mixed = now.slot_bytes[page] == IRREGULAR
-        length = np.where(is_mixed, nbytes, np.maximum(nbytes, now.nbytes[page]))
-        first = np.flatnonzero(is_mixed | is_first)
-        last = np.maximum(np.searchsorted(ends, starts[first] + length[first]), first)  # the hole may be enough
-        first, last = (each[last < len(taken)] for each in (first, last))
-        first, last = (each[page[first] == page[last]] for each in (first, last))
+        whole = np.where(now.slot_bytes == IRREGULAR, 0, now.nbytes)[page]
+        return _Table(position, page, starts, ends, whole, is_first, np.append(0, np.cumsum(sizes)))
+
+    def _between(self, table: _Table, nbytes: int, least: float, most: float) -> Iterator[tuple[Int64s, int]]:
+        """As `as_long_as`, those that are worth more than `least` and at most `most`."""
+        first = np.flatnonzero((table.whole == 0) | table.is_first)
+        needed = table.starts[first] + np.maximum(table.whole[first], nbytes)
+        last = np.maximum(np.searchsorted(table.ends, needed), first)  # the hole may be enough
+        there = last < len(table.page)
+        there[there] = table.page[first[there]] == table.page[last[there]]
+        first, last = first[there], last[there]
         if not len(first):
             return
+        worth = np.append(np.where(self._may & ~self.goes, self._worth, np.inf), np.inf)[table.position]
         # The last one of `worth` is never in a stretch: reduceat wants a position behind each.
         worths = np.maximum.reduceat(np.append(worth, 0.0), np.stack([first, last + 1], 1).ravel())[::2]
-        good = np.flatnonzero((worths > least) & (worths <= most) & np.isfinite(worths))
-        used = np.append(0, np.cumsum(sizes))
+        good = np.flatnonzero((worths > least) & (worths <= most) & (worths < np.inf))
+        used = table.used
         order = good[np.lexsort(((used[last + 1] - used[first])[good], worths[good]))]
         for at, end in zip(first[order].tolist(), last[order].tolist(), strict=True):
-            yield position[at : end + 1], int(ends[end] - starts[at])
+            yield table.position[at : end + 1], int(table.ends[end] - table.starts[at])
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The m slots in some pages, ascending by offset."""
+
+    position: Int64s
+    """[m] positions in the given offsets; their number for a slot that is not given."""
+    page: Int64s
+    """[m]"""
+    starts: Int64s
+    """[m] where the slot begins with the hole before it."""
+    ends: Int64s
+    """[m] where it ends with the hole behind it."""
+    whole: Int64s
+    """[m] bytes of its page if that can only go whole, else 0."""
+    is_first: Bools
+    """[m] whether it is the first in its page."""
+    used: Int64s
+    """[m + 1] bytes of the slots before each, and of all."""

@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from copy import copy as shallow_copy
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import le
 from typing import Any
 
@@ -407,9 +408,11 @@ class PageTable:
         taken = flags == 1
         offsets = (np.repeat(self.address[pages], counts) + index * sizes)[taken]
         sizes = sizes[taken]
-        if odd := [slot for taken in tables if isinstance(taken, dict) for slot in taken.items()]:
-            more = np.array(odd, np.int64)
-            offsets, sizes = np.concatenate([offsets, more[:, 0]]), np.concatenate([sizes, more[:, 1]])
+        if odd := [taken for taken in tables if isinstance(taken, dict)]:
+            count = sum(map(len, odd))
+            more = np.fromiter(chain.from_iterable(odd), np.int64, count)
+            their = np.fromiter(chain.from_iterable(taken.values() for taken in odd), np.int64, count)
+            offsets, sizes = np.concatenate([offsets, more]), np.concatenate([sizes, their])
             order = np.argsort(offsets)
             offsets, sizes = offsets[order], sizes[order]
         return offsets, sizes

@@ -170,3 +170,16 @@ def test_the_stretch_of_least_worth(units: list[int], missing: int, seed: int) -
     assert used < missing * PAGE_BYTES + max(sizes[offset] for offset in gone)
     tier.free_many(np.array(gone, np.int64))
     assert tier.allocate_mixed(missing * PAGE_BYTES) is not None
+
+
+@pytest.mark.parametrize("missing", [4, 20, 40])
+def test_the_stretch_of_least_worth_among_many(missing: int) -> None:
+    """Those with the slots of least worth are looked at first, and all where none of them is long enough."""
+    tier, chance = tier_of(32), np.random.default_rng(5)
+    offsets = fill_mixed(tier, chance.integers(8, 18, 600).tolist())
+    worth = {offset: float(each) for offset, each in zip(offsets, chance.permutation(600), strict=True)}
+    sizes = dict(zip(*(each.tolist() for each in tier.occupied()), strict=True))
+    least = min(each for each in stretches(tier, worth, frozenset()) if each[1] >= missing * PAGE_BYTES)
+    gone, slots = choose(tier, missing, worth)
+    assert slots == 1
+    assert (max(map(worth.__getitem__, gone)), sum(map(sizes.__getitem__, gone))) == (least[0], least[2])

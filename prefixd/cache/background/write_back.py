@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.long_work.pacer import Pacer
-from prefixd.base.long_work.steps import in_thread
 from prefixd.base.tenancy.fairness import SharedLimit
 from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
@@ -20,6 +19,7 @@ from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.moving.victims import Search, find_victims
 from prefixd.cache.placement.movement import Movement
+from prefixd.cache.placement.paths import by_chain
 from prefixd.cache.placement.unwritten import UnwrittenBlocks
 from prefixd.observability.actor import DaemonTask, acting
 from prefixd_swap import SwapError
@@ -173,21 +173,18 @@ class WriteBack:
                 held.enter_context(self._holds.hold("flush", trie, rows, source))
                 found.append(rows)
                 await pacer.worked(part.stop - part.start)
-            rows = np.concatenate(found)
-            depth = trie.depth[rows]
-            if len(rows) > SCANNED_AT_ONCE:
-                rows = rows[await in_thread(lambda: np.argsort(depth, kind="stable"))]
+            rows = await by_chain(trie, np.concatenate(found))
             written = 0
             for _, its in self._mover.use.by_owner(trie, rows):  # one tenant may have no room while others have
                 written += await self._to_disk(trie, its, source, evict)
             return written
 
     async def _to_disk(self, trie: Trie, rows: Rows, source: MemoryTier, evict: bool) -> int:
+        """As `_flush_tier`, of one tenant's rows, in the order of `by_chain`."""
         mover, shared = self._mover, self._tiers.shared
         if self._tiers.durable is None or can_move(source, self._tiers.durable):
             return await mover.write(trie, rows, source, Urgency.WRITE_BACK, evict=evict)
         written = 0
-        rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         while len(rows):  # device memory is written through the pinned arena, in batches
             batch = rows[:_BATCH]
             with self._holds.hold("flush", trie, batch, shared):

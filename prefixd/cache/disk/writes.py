@@ -20,7 +20,7 @@ from prefixd.cache.disk.part_coder import NOTHING_CODED, CodedBlocks, PartCoder
 from prefixd.cache.disk.records import DiskRecords
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement.movement import Movement, UrgentLock, to_the_end
-from prefixd.cache.placement.paths import find_ancestry
+from prefixd.cache.placement.paths import by_chain, find_ancestry
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
 from prefixd.observability.measurements import Timings
@@ -102,8 +102,8 @@ class DiskWrites:
         """Writes rows, held in their source, to disk; returns the number that became durable.
 
         Writes the KV groups of a block that the source has, the disk lacks, and a prefix needs. Parents come first, and
-        no ancestor is evicted for a descendant, so that the disk is node-closed after a crash. A tenant without room
-        does not stop the writes of others.
+        no ancestor is evicted for a descendant, so that the disk is node-closed after a crash. A prompt's blocks are
+        written one behind the other (`by_chain`). A tenant without room does not stop the writes of others.
         """
         written = 0
         for tenant, its in self._placement.use.by_owner(how.trie, rows):
@@ -111,7 +111,7 @@ class DiskWrites:
         return written
 
     async def _write(self, how: Write, rows: Rows, tenant: Tenant) -> int:
-        rows = rows[np.argsort(how.trie.depth[rows], kind="stable")]
+        rows = await by_chain(how.trie, rows)
         piece_bytes = max(how.piece_bytes, self._store.least_piece_bytes)
         written, step = 0, write_batch(how.trie, len(rows), piece_bytes)
         pieces = [rows[start : start + step] for start in range(0, len(rows), step)]

@@ -44,6 +44,24 @@ async def test_blocks_reach_the_disk_without_being_asked(make_rig: MakeRig) -> N
     assert await rig.get([1, 2, 4]) == 3
 
 
+@pytest.mark.parametrize("alone", [False, True])
+async def test_prompts_written_together_lie_apart_on_disk(make_rig: MakeRig, alone: bool) -> None:
+    """Each in adjacent slots, so that few reads load it."""
+    rig = make_rig(cpu=16, disk=16, write_back=True)
+    await rig.put([1, 2, 3, 4])
+    await rig.put([5, 6, 7, 8])
+    await rig.put([1, 2, 9])
+    if alone:
+        await rest(rig)
+    else:
+        await rig.cache.write_back.flush()
+    slots = rig.trie.slots[: rig.trie.rows, DISK, 0]
+    place = np.argsort(np.argsort(slots))
+    for blocks in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        assert (slots[rig.rows(blocks)] != NO_SLOT).all()
+        assert (np.diff(place[rig.rows(blocks)]) == 1).all()
+
+
 async def test_switched_off_it_leaves_only_flush(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8, disk=8, write_back=False)
     rig.start_write_back()

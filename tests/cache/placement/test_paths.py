@@ -7,11 +7,13 @@ import asyncio
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE
 from prefixd.cache.index.trie import CPU, Rows
-from prefixd.cache.placement.paths import compose, find_ancestry, find_path
+from prefixd.cache.placement.paths import by_chain, compose, find_ancestry, find_path
 from prefixd.cache.rules import FullAttention, SlidingWindow
 
 pytestmark = pytest.mark.usefixtures("turns_by_hand")
@@ -134,3 +136,36 @@ def test_a_path_is_composed_of_what_each_namespace_has_more_of() -> None:
     assert compose(trie, own, common).tolist() == [common[0], own[1], own[2], own[3], common[4], common[5]]
     assert compose(trie, own, common[:2]).tolist() == [common[0], *own[1:]]
     assert compose(trie, own[:0], common).tolist() == common.tolist()
+
+
+@pytest.mark.parametrize("at_once", [None, 8])
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(0, 2**32 - 1))
+def test_prompts_lie_one_behind_the_other(at_once: int | None, parents: list[int], seed: int) -> None:
+    """Whatever the tree, and whichever of its blocks are ordered."""
+    trie, chance = Trie(1, (1,)), np.random.default_rng(seed)
+    tree: list[int] = []
+    for number, choice in enumerate(parents):
+        above = tree[choice] if choice < len(tree) else ROOT
+        keys = np.full((1, 16), number + 1, np.uint8)
+        tree += trie.insert_path(above, 0, keys, np.full((1, 1), number, np.uint32), 0.0)[0].tolist()
+    given_rows = chance.permutation(np.array(tree, np.int64)[chance.random(len(tree)) < 0.7])
+    with pytest.MonkeyPatch.context() as patch:
+        if at_once is not None:
+            patch.setattr("prefixd.cache.placement.paths.SCANNED_AT_ONCE", at_once)
+        found = asyncio.run(by_chain(trie, given_rows)).tolist()
+    assert sorted(found) == sorted(given_rows.tolist())
+    place = {row: at for at, row in enumerate(found)}
+    children: dict[int, list[int]] = {}
+    for row in found:
+        if (parent := int(trie.parent[row])) in place:
+            assert place[parent] < place[row]
+            children.setdefault(parent, []).append(place[row])
+    assert all(place[parent] + 1 in places for parent, places in children.items())
+
+
+def test_prompts_keep_their_order() -> None:
+    trie = Trie(1, (1,))
+    one, other = (insert(trie, chain_of(3, first_token=100 * number)) for number in range(2))
+    mixed = np.stack([other, one], 1).ravel()
+    assert asyncio.run(by_chain(trie, mixed)).tolist() == [*other.tolist(), *one.tolist()]
+    assert not len(asyncio.run(by_chain(trie, mixed[:0])))

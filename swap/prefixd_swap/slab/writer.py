@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -48,13 +48,18 @@ class SlabWriter:
         taken: list[list[int | None] | None] = []
         by_key: dict[tuple[bytes, bytes], list[int | None] | None] = {}
         with self._lock:
-            if len(blocks) > 1 and (chain := self._take_chain(blocks)) is not None:
-                return chain
             try:
-                for block in blocks:
-                    near = by_key.get((block.namespace, block.parent)) or block.near
-                    taken.append(self._take_block(block, near))
-                    by_key[block.namespace, block.key] = taken[-1]
+                for chain in _chains(blocks):
+                    close = by_key.get((chain[0].namespace, chain[0].parent)) or chain[0].near
+                    of_chain = self._take_chain(chain, close) if len(chain) > 1 else None
+                    for at, block in enumerate(chain):
+                        if of_chain is None:
+                            near = by_key.get((block.namespace, block.parent)) or block.near
+                            slots = self._take_block(block, near)
+                        else:
+                            slots = of_chain[at]
+                        taken.append(slots)
+                        by_key[block.namespace, block.key] = slots
             except Exception:
                 self._free_slots([slot for slots in taken for slot in slots or ()])
                 raise
@@ -107,23 +112,22 @@ class SlabWriter:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _take_chain(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None] | None:
-        """As `take`, for blocks of one shape of which each continues the one before, at once: taking them one by one
-        takes as long as writing small blocks. None if they are no such blocks, or these have to be taken one by one."""
-        first, sizes = blocks[0], _sizes(blocks[0])
-        if sizes is None or any(
-            block.parent != before.key or block.namespace != before.namespace or _sizes(block) != sizes
-            for before, block in pairwise(blocks)
-        ):
+    def _take_chain(
+        self, chain: Sequence[NewBlock], near: Sequence[int | None] | None
+    ) -> list[list[int | None]] | None:
+        """As `take`, for a chain of `_chains`, at once: taking its blocks one by one takes as long as writing small
+        blocks. None if they have to be taken one by one."""
+        sizes = _sizes(chain[0])
+        if sizes is None:
             return None
-        close = first.near if first.near is not None else (None,) * len(sizes)
+        close = near if near is not None and len(near) == len(sizes) else (None,) * len(sizes)
         columns: list[list[int | None]] = []
         taken: list[int | None] = []
         try:
-            for nbytes, near in zip(sizes, close, strict=True):
-                column: list[int | None] = [None] * len(blocks)
+            for nbytes, other in zip(sizes, close, strict=True):
+                column: list[int | None] = [None] * len(chain)
                 if nbytes:
-                    slots = self._slabs.allocate_many(nbytes, len(blocks), near)
+                    slots = self._slabs.allocate_many(nbytes, len(chain), other)
                     if slots is None:
                         self._free_slots(taken)
                         return None
@@ -178,6 +182,18 @@ class SlabWriter:
 
     def _free_slots(self, slots: Sequence[int | None]) -> None:
         self._slabs.free(np.array([slot for slot in slots if slot is not None], np.int64))
+
+
+def _chains(blocks: Sequence[NewBlock]) -> Iterator[Sequence[NewBlock]]:
+    """The blocks in chains: of one shape of raw parts, and each continues the one before."""
+    start, sizes = 0, [_sizes(block) for block in blocks]
+    for at, (before, block) in enumerate(pairwise(blocks), 1):
+        continues = block.parent == before.key and block.namespace == before.namespace
+        if not continues or sizes[at] != sizes[at - 1]:
+            yield blocks[start:at]
+            start = at
+    if blocks:
+        yield blocks[start:]
 
 
 def _sizes(block: NewBlock) -> list[int] | None:

@@ -136,6 +136,25 @@ def test_each_part_of_a_chain_lies_behind_the_one_of_the_block_before(store: Sla
         assert steps.count(round_to_slot(size) // PAGE_BYTES) >= 60  # all but where a page ends
 
 
+def test_several_chains_of_a_batch_lie_apart(store: SlabStore) -> None:
+    """One after the other, one that continues another's block, a block alone, and one of other sizes."""
+    blocks = memory(50 * 64 * KIB).reshape(50, 64 * KIB)
+    firsts = {0: b"", 16: b"", 32: bytes(15) + b"\3", 48: b"", 49: bytes(15) + b"\x30"}
+    new: list[NewBlock] = []
+    for at, block in enumerate(chain([[Span(each.ctypes.data, 64 * KIB)] for each in blocks])):
+        parent = firsts.get(at, block.parent)
+        depth = new[int.from_bytes(parent, "big")].depth + 1 if parent else 0
+        new.append(replace(block, parent=parent, depth=depth))
+    new[49] = replace(new[49], parts=[Span(blocks[49].ctypes.data, 8 * KIB)])
+    records = store.write(new)
+    contents = [[each.tobytes()] for each in blocks]
+    contents[49] = [blocks[49, : 8 * KIB].tobytes()]
+    check(store, records, contents)
+    slots = [part.slot for record in records if record is not None and (part := record.parts[0]) is not None]
+    for first in (0, 16, 32):
+        assert [slot - slots[first] for slot in slots[first : first + 16]] == [16 * at for at in range(16)]
+
+
 def test_a_chain_is_stored_as_far_as_there_is_room(store: SlabStore) -> None:
     blocks = memory(80 << 20).reshape(80, 1 << 20)
     room = store.room(1 << 20)

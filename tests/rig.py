@@ -75,7 +75,11 @@ class Clock:
 
 
 class Disk(FileOps):
-    """The real file calls without waiting for the device; `fail` makes writes, reads and new slabs fail."""
+    """The real file calls without waiting for the device; `fail` makes writes, reads and new slabs fail.
+
+    The free space is always the same, whatever others store on the machine: a store that was refused a slab asks again
+    when there is more.
+    """
 
     def __init__(self) -> None:
         self.fail: OSError | None = None
@@ -103,6 +107,9 @@ class Disk(FileOps):
 
     def fdatasync(self, fd: int) -> None:
         self._maybe()
+
+    def free_bytes(self, path: Path) -> int:
+        return 1 << 40
 
 
 class OpenCache:

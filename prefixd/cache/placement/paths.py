@@ -20,7 +20,6 @@ from prefixd.base.long_work.pacer import give_way
 from prefixd.base.long_work.steps import in_thread
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.known_path import KnownPath
-from prefixd.cache.index.scan import SCANNED_AT_ONCE
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
@@ -28,6 +27,7 @@ from prefixd.cache.rules import longest_stored
 
 _WALKED_AT_ONCE = 8192  # blocks up a prompt: 3 ms
 _ENTERED_AT_ONCE = 512  # blocks: a millisecond
+_ORDERED_AT_ONCE = 2048  # blocks, in no order before: a millisecond; more are ordered in a thread
 
 
 async def find_path(trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Rows:
@@ -145,7 +145,7 @@ async def by_chain(trie: Trie, rows: Rows) -> Rows:
     the one whose first block is given first comes first.
     """
     parent, depth = trie.parent[rows], trie.depth[rows]
-    if len(rows) <= SCANNED_AT_ONCE:
+    if len(rows) <= _ORDERED_AT_ONCE:
         return rows[_chain_order(rows, parent, depth)]
     return rows[await in_thread(lambda: _chain_order(rows, parent, depth))]
 

@@ -151,7 +151,7 @@ def test_prompts_lie_one_behind_the_other(at_once: int | None, parents: list[int
     given_rows = chance.permutation(np.array(tree, np.int64)[chance.random(len(tree)) < 0.7])
     with pytest.MonkeyPatch.context() as patch:
         if at_once is not None:
-            patch.setattr("prefixd.cache.placement.paths.SCANNED_AT_ONCE", at_once)
+            patch.setattr("prefixd.cache.placement.paths._ORDERED_AT_ONCE", at_once)
         found = asyncio.run(by_chain(trie, given_rows)).tolist()
     assert sorted(found) == sorted(given_rows.tolist())
     place = {row: at for at, row in enumerate(found)}

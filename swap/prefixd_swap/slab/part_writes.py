@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from threading import Semaphore
 from typing import TypeVar
 
 import xxhash
@@ -72,7 +73,8 @@ def write_parts(
 ) -> tuple[T, set[SlabFile]]:
     """Write parts; returns the result of `meanwhile`, and the slabs that have the parts.
 
-    The caller's thread runs `meanwhile` while `threads` write; without threads it does both, one after the other.
+    The caller's thread runs `meanwhile` when all of `threads` write: before, it would keep the interpreter's lock from
+    them. Without threads it does both, one after the other.
 
     Raises:
         StorageError: a write failed; no thread writes to the slots any more.
@@ -86,8 +88,11 @@ def write_parts(
         _write(runs)
         return meanwhile(), written
     futures: list[Future[None]] = []
+    begun = Semaphore(0)
     try:
-        futures.extend(threads.submit(_write, job) for job in jobs)
+        futures.extend(threads.submit(_write, job, begun.release) for job in jobs)
+        for _ in range(min(io_threads, len(jobs))):
+            begun.acquire()
         result = meanwhile()
     finally:
         wait(futures)  # even if one fails: slots may be freed only when no thread writes to them
@@ -156,7 +161,8 @@ def _jobs(runs: Sequence[_Run], least_bytes: int) -> Iterator[list[_Run]]:
         yield job
 
 
-def _write(runs: Sequence[_Run]) -> None:
+def _write(runs: Sequence[_Run], begin: Callable[[], None] = lambda: None) -> None:
+    begin()
     for run in runs:
         run.write()
 

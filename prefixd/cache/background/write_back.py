@@ -173,18 +173,18 @@ class WriteBack:
                 held.enter_context(self._holds.hold("flush", trie, rows, source))
                 found.append(rows)
                 await pacer.worked(part.stop - part.start)
-            rows = await by_chain(trie, np.concatenate(found))
+            rows = np.concatenate(found)
             written = 0
             for _, its in self._mover.use.by_owner(trie, rows):  # one tenant may have no room while others have
                 written += await self._to_disk(trie, its, source, evict)
             return written
 
     async def _to_disk(self, trie: Trie, rows: Rows, source: MemoryTier, evict: bool) -> int:
-        """As `_flush_tier`, of one tenant's rows, in the order of `by_chain`."""
+        """As `_flush_tier`, of one tenant's rows."""
         mover, shared = self._mover, self._tiers.shared
         if self._tiers.durable is None or can_move(source, self._tiers.durable):
             return await mover.write(trie, rows, source, Urgency.WRITE_BACK, evict=evict)
-        written = 0
+        written, rows = 0, await by_chain(trie, rows)
         while len(rows):  # device memory is written through the pinned arena, in batches
             batch = rows[:_BATCH]
             with self._holds.hold("flush", trie, batch, shared):

@@ -102,8 +102,8 @@ class DiskWrites:
         """Writes rows, held in their source, to disk; returns the number that became durable.
 
         Writes the KV groups of a block that the source has, the disk lacks, and a prefix needs. Parents come first, and
-        no ancestor is evicted for a descendant, so that the disk is node-closed after a crash. A prompt's blocks are
-        written one behind the other (`by_chain`). A tenant without room does not stop the writes of others.
+        no ancestor is evicted for a descendant, so that the disk is node-closed after a crash. Blocks that continue
+        each other are written one behind the other (`by_chain`). A tenant without room does not stop others' writes.
         """
         written = 0
         for tenant, its in self._placement.use.by_owner(how.trie, rows):

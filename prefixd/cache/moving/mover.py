@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 _DURABLE_BYTES = 64 << 20
 """Bytes that are written and synced together if a caller waits for them. Between two pieces the disk idles for as long
-as it needs for some 10 MiB, so the pieces of 4 MiB of other writes would make half as much durable in a second."""
+as it needs for some 10 MiB, so the pieces of 4 MiB of other writes would make far less durable in a second."""
 _MOVED_AHEAD = 2  # movements of one caller under way: the next starts before the last piece of the first has arrived
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.base.errors import ExhaustedError
 from prefixd.base.long_work.pacer import give_way
 from prefixd.base.long_work.steps import in_thread
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE, BlockChain
@@ -138,16 +139,20 @@ async def find_ancestry(trie: Trie, rows: Rows) -> Rows:
 
 
 async def by_chain(trie: Trie, rows: Rows) -> Rows:
-    """`rows`, each given once, with parents before their children and a prompt's blocks one behind the other: so slots
-    that are allocated in this order are adjacent, and few reads load a prompt. The caller holds `rows`.
+    """`rows`, each given once, with parents before their children, and blocks that continue each other one behind the
+    other: so slots that are allocated in this order are adjacent, and few reads load a prompt. The caller holds `rows`.
 
-    A block comes right behind its parent if that is given and no sibling does. Where prompts begin at the same depth,
-    the one whose first block is given first comes first.
+    A block comes right behind its parent if that is given and no sibling does. Where chains of such blocks begin at the
+    same depth, the one whose first block is given first comes first. While no thread can be started, many blocks are
+    ordered by depth alone.
     """
     parent, depth = trie.parent[rows], trie.depth[rows]
     if len(rows) <= _ORDERED_AT_ONCE:
         return rows[_chain_order(rows, parent, depth)]
-    return rows[await in_thread(lambda: _chain_order(rows, parent, depth))]
+    try:
+        return rows[await in_thread(lambda: _chain_order(rows, parent, depth))]
+    except ExhaustedError:
+        return rows[np.argsort(depth, kind="stable")]
 
 
 def _chain_order(rows: Rows, parent: npt.NDArray[np.int32], depth: npt.NDArray[np.int32]) -> Rows:

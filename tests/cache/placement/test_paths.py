@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixd.base.errors import ExhaustedError
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE
 from prefixd.cache.index.trie import CPU, Rows
@@ -161,6 +162,16 @@ def test_prompts_lie_one_behind_the_other(at_once: int | None, parents: list[int
             assert place[parent] < place[row]
             children.setdefault(parent, []).append(place[row])
     assert all(place[parent] + 1 in places for parent, places in children.items())
+
+
+def test_parents_come_first_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(work: object) -> Rows:
+        raise ExhaustedError("no thread could be started")
+
+    monkeypatch.setattr("prefixd.cache.placement.paths.in_thread", refuse)
+    trie = Trie(1, (1,))
+    rows = insert(trie, chain_of(BLOCKS))
+    assert asyncio.run(by_chain(trie, rows[::-1])).tolist() == rows.tolist()
 
 
 def test_prompts_keep_their_order() -> None:

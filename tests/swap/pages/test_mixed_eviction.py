@@ -172,12 +172,14 @@ def test_the_stretch_of_least_worth(units: list[int], missing: int, seed: int) -
     assert tier.allocate_mixed(missing * PAGE_BYTES) is not None
 
 
+@pytest.mark.parametrize("alternating", [False, True])
 @pytest.mark.parametrize("missing", [4, 20, 40])
-def test_the_stretch_of_least_worth_among_many(missing: int) -> None:
-    """Those with the slots of least worth are looked at first, and all where none of them is long enough."""
+def test_the_stretch_of_least_worth_among_many(missing: int, alternating: bool) -> None:
+    """Those with the slots of least worth are looked at first, and all where no two of them are side by side."""
     tier, chance = tier_of(32), np.random.default_rng(5)
-    offsets = fill_mixed(tier, chance.integers(8, 18, 600).tolist())
-    worth = {offset: float(each) for offset, each in zip(offsets, chance.permutation(600), strict=True)}
+    offsets = fill_mixed(tier, [12] * 600 if alternating else chance.integers(8, 18, 600).tolist())
+    values = [at % 2 * 1000 + at for at in range(600)] if alternating else chance.permutation(600).tolist()
+    worth = {offset: float(each) for offset, each in zip(offsets, values, strict=True)}
     sizes = dict(zip(*(each.tolist() for each in tier.occupied()), strict=True))
     least = min(each for each in stretches(tier, worth, frozenset()) if each[1] >= missing * PAGE_BYTES)
     gone, slots = choose(tier, missing, worth)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,6 +28,7 @@ from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
 from tests.swap.slab.chains import opened
+from tests.waiting import wait_until
 
 NS = b"namespac"
 KIB = 1 << 10
@@ -155,6 +157,55 @@ def test_several_chains_of_a_batch_lie_apart(store: SlabStore) -> None:
         assert [slot - slots[first] for slot in slots[first : first + 16]] == [16 * at for at in range(16)]
 
 
+def test_a_chain_lies_behind_the_block_that_it_continues(store: SlabStore) -> None:
+    """Where that block's page has room, be it in the same batch or not."""
+    blocks = memory(8 * 4 * KIB).reshape(8, 4 * KIB)
+    new = chain([[Span(each.ctypes.data, 4 * KIB)] for each in blocks])
+    first, page = store.write(new[:1])[0], store._slabs._pages.page_bytes // (4 * KIB)
+    count, span = 3 * page, Span(blocks[0].ctypes.data, 4 * KIB)
+    many = [replace(block, namespace=b"elsewher") for block in chain([[span] for _ in range(count)])]
+    assert first is not None and page >= 8
+    store.remove([(NS, new[0].key)])
+    slots = [part.slot for record in store.write(many) if record is not None and (part := record.parts[0]) is not None]
+    free = [*range(count - 1, count - page // 2 - 1, -1), *range(page - 1, page // 2 - 1, -1)]
+    store.remove([(b"elsewher", many[at].key) for at in free])
+    batch = [
+        replace(new[0], near=[slots[count - page + 1]]),
+        replace(new[7], parent=b""),
+        replace(new[1], parent=new[0].key, near=[slots[1]]),  # its parent's place is known better by now
+        new[2],
+        replace(new[3], parent=new[0].key),
+    ]
+    found = [part.slot for record in store.write(batch) if record is not None and (part := record.parts[0]) is not None]
+    other, behind = found.pop(1), count - page // 2
+    assert found == slots[behind : behind + 4] and other not in slots[-page:]
+
+
+def test_another_namespace_is_another_chain(store: SlabStore) -> None:
+    """Keys may be the same there."""
+    blocks = memory(4 * 64 * KIB).reshape(4, 64 * KIB)
+    new = chain([[Span(each.ctypes.data, 64 * KIB)] for each in blocks])
+    new[1] = replace(new[1], namespace=b"elsewher")
+    assert [len(each) for each in writer._chains(new)] == [1, 1, 2]
+    assert list(writer._chains([])) == []
+
+
+def test_a_chain_without_slots_for_all_parts_takes_none(store: SlabStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = memory(8 * 72 * KIB).reshape(8, 72 * KIB)
+    new = chain([[Span(each.ctypes.data, 64 * KIB), Span(each.ctypes.data + 64 * KIB, 8 * KIB)] for each in blocks])
+    allocate_many = store._slabs.allocate_many
+
+    def refuse_small(nbytes: int, *given: Any) -> Any:
+        if nbytes == 8 * KIB:
+            raise StorageError("no slab could be made")
+        return allocate_many(nbytes, *given)
+
+    monkeypatch.setattr(store._slabs, "allocate_many", refuse_small)
+    with pytest.raises(StorageError, match="no slab"):
+        store.write(new)
+    assert store.used_bytes == 0
+
+
 def test_a_chain_is_stored_as_far_as_there_is_room(store: SlabStore) -> None:
     blocks = memory(80 << 20).reshape(80, 1 << 20)
     room = store.room(1 << 20)
@@ -195,6 +246,38 @@ def test_checksums_and_records_are_made_while_the_device_writes(
         [[b.tobytes()] for b in blocks],
     )
     assert len(device.writes) == 4 and not device.late
+
+
+def test_records_are_made_when_all_threads_write(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    describe = writer._describe
+    device.until = described = threading.Event()
+
+    def announced(*given: Any) -> Any:
+        order.append("records")
+        described.set()
+        return describe(*given)
+
+    monkeypatch.setattr(writer, "_describe", announced)
+    blocks = memory(4 << 20).reshape(4, 1 << 20)
+    with opened(tmp_path / "store", 64 << 20, ops=device, io_threads=2) as store:
+        pool = store._writer._threads()
+        assert pool is not None
+        busy = [threading.Event(), threading.Event()]
+        others = [pool.submit(each.wait, 20) for each in busy]
+        with ThreadPoolExecutor(1) as caller:
+            written = caller.submit(store.write, chain([[Span(each.ctypes.data, 1 << 20)] for each in blocks]))
+            for writing, each in enumerate(busy):
+                wait_until(lambda: pool._work_queue.qsize() + len(device.writes) == 2)
+                wait_until(lambda writing=writing: len(device.writes) == writing)  # type: ignore[misc]
+                time.sleep(0.05)  # in which nothing may happen
+                order.append(f"{writing} threads write")
+                each.set()
+            check(store, written.result(), [[block.tobytes()] for block in blocks])
+        assert all(other.result() for other in others)
+    assert order == ["0 threads write", "1 threads write", "records"] and not device.late
 
 
 def test_slots_are_free_only_when_no_thread_writes_also_if_a_job_is_refused(
